@@ -266,6 +266,7 @@ class Peer(Struct, frozen=True, forbid_unknown_fields=True):
     """Another engine of the model that has the first `tokens` tokens of a prompt, at an address.
 
     `ticket`: says to that engine that this one may have them (`engine.client.peer_tickets`).
+    `is_near`: this one reads its pool (`EngineInfo.pool_domain`).
     """
 
     name: str
@@ -273,6 +274,7 @@ class Peer(Struct, frozen=True, forbid_unknown_fields=True):
     port: Count
     tokens: Count
     ticket: bytes
+    is_near: bool = False
 
 
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
@@ -283,8 +285,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     A sample ends with reason `stop` on any of `stop_token_ids` (which contain the model's end
     tokens unless the gateway leaves them out) once it has `min_tokens`; the stop token itself is
     reported. A complete text ends as `stop`, with or without an end token, and before `min_tokens`
-    if nothing can follow.
-    """
+    if nothing can follow."""
 
     request_id: str
     tokens: tuple[TokenId, ...]
@@ -441,16 +442,14 @@ class GetDeparted(Struct, frozen=True, tag="get_departed", forbid_unknown_fields
 
 class Disown(Struct, frozen=True, tag="disown", forbid_unknown_fields=True):
     """Count requests of this gateway as abandoned: their connection was lost, and with it their
-    ends. Those that the engine has abandoned itself are ignored.
-    """
+    ends. Those that the engine has abandoned itself are ignored."""
 
     request_ids: tuple[str, ...]
 
 
 class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
     """Take no new request, finish the running ones, and end the rest as `shutdown` after
-    `timeout_s`.
-    """
+    `timeout_s`."""
 
     timeout_s: float
 
@@ -461,8 +460,7 @@ class LetGo(Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):
 
 class WatchPrefixes(Struct, frozen=True, tag="watch_prefixes", forbid_unknown_fields=True):
     """Tell this connection all prefixes that the engine has, and from then on what changes of them
-    and of its load. Asked again: all of them anew.
-    """
+    and of its load. Asked again: all of them anew."""
 
 
 Command = (
@@ -798,3 +796,5 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     draft_model: str = ""
     """The small model that drafts beside it; empty: none."""
     role: EngineRole = "any"
+    pool_domain: str = ""
+    """Engines with the same one read each other's pools; empty if none can."""

@@ -511,6 +511,34 @@ class FetchedRun(Struct, frozen=True, tag="fetched_run"):
     seconds: float = 0.0
 
 
+class FetchBlocks(Struct, frozen=True):
+    """Copy blocks of the runs of `tokens`, from run `first` on, from the pool of an engine whose
+    pool this one reads into the blocks `blocks` of this one's. The outcome is one `FetchedBlocks`,
+    soon after `timeout_s` at the latest. The caller holds the blocks till then, and no launched
+    step writes to them.
+    """
+
+    call_id: Count
+    peer: Peer
+    namespace: Namespace
+    tokens: tuple[int, ...]
+    first: Count
+    blocks: tuple[int, ...]
+    timeout_s: float
+
+
+class FetchedBlocks(Struct, frozen=True):
+    """The outcome of a `FetchBlocks`: the first blocks are in place, one for each of `limits_s`,
+    and were held there until they were; `why` not all. `limits_s`: as `limit_s` in `StoredRun`;
+    `seconds`: that the copy took.
+    """
+
+    call_id: Count
+    why: PeerMiss = ""
+    limits_s: tuple[float | None, ...] = ()
+    seconds: float = 0.0
+
+
 class StopFetch(Struct, frozen=True, tag="stop_fetch"):
     """Have a `FetchRuns` fail soon. No outcome of its own."""
 
@@ -575,15 +603,50 @@ class Peers(Protocol):
         """End what is under way: no slot is written any more."""
 
 
+class NearPools(Protocol):
+    """The device pools of one host: this engine's, and those of others that it reads."""
+
+    domain: str
+    """`EngineInfo.pool_domain`: engines with the same one read each other's pools."""
+    handle: bytes
+    """With which another engine finds this one's pool."""
+    bytes_per_s: float
+    """The rate of copies to expect until it is measured."""
+
+    def read(self, handle: bytes, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        """Copy blocks of another engine's pool to blocks of this one's, and wait for that. Any
+        thread calls it. Raises OSError, ValueError or RuntimeError: it is out of reach, or of
+        another size.
+        """
+
+    def close(self) -> None:
+        """Let go the other pools: nothing reads them any more."""
+
+
+class NearPeers(Protocol):
+    """Engines whose pools this one reads, as `engine.levels` sees them."""
+
+    def fetch_blocks(self, command: FetchBlocks) -> None:
+        """Begin a fetch. Never blocks."""
+
+    def stop(self, call_id: int) -> None:
+        """Have a fetch fail soon; it still has its outcome."""
+
+    def poll_blocks(self) -> list[FetchedBlocks]:
+        """Return the outcomes since the last call. Never blocks."""
+
+
 class ShareRuns(Struct, frozen=True):
     """Another engine asks for copies of the runs of `tokens` from run `first` on. Its gateway's
-    ticket was valid. Copies in another format than the one of this name are not wanted.
+    ticket was valid. Copies in another format than the one of this name are not wanted. `is_near`:
+    it reads this engine's pool, and wants the numbers of blocks.
     """
 
     namespace: Namespace
     tokens: tuple[int, ...]
     first: Count
     format: str
+    is_near: bool = False
 
 
 class RunReader(Protocol):
@@ -591,6 +654,10 @@ class RunReader(Protocol):
 
     def take(self, check: bytes, limit_s: float | None, content: memoryview) -> None:
         """Send the next run, whose slot is held until this is told as sent. Never blocks."""
+
+    def lend(self, pool: bytes, blocks: Sequence[int], limits_s: Sequence[float | None]) -> None:
+        """Send which blocks of the pool with this handle have the next runs. They are held until
+        the reader has returned them, or leaves. Never blocks."""
 
     def end(self, why: str) -> None:
         """Send that there is no more, and `why` not all. Never blocks."""

@@ -44,7 +44,7 @@ from engine.statistics import CacheNews, LoadReport, Stats
 from engine.strides import PrefixChanges
 from engine.wire import FRAME_BYTES_MAX, FrameError, encode_frame, frame_body, read_body
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 STEP_FRAME_BYTES = 2**20
 """Bytes above which a step's messages leave in several frames: the gateway decodes a frame at once,
 in about 15 ms for this many bytes."""
@@ -63,7 +63,9 @@ Messages = tuple[Event | Reply, ...]
 class PeerWant(Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine asks of another one: copies of the runs of a prefix from run `first` on.
 
-    `token_ids`: the whole prefix, four bytes each; `format`: the copies', by its name.
+    `token_ids`: the whole prefix, four bytes each; `format`: the copies', by its name. `is_near`:
+    it wants a `PeerLent` instead of copies, and answers that with a `PeerEnd` when it has read the
+    blocks.
     """
 
     model_digest: str
@@ -73,6 +75,17 @@ class PeerWant(Struct, frozen=True, forbid_unknown_fields=True):
     first: Count
     format: str
     slot_bytes: Count
+    is_near: bool = False
+
+
+class PeerLent(Struct, frozen=True, tag="peer_lent", forbid_unknown_fields=True):
+    """The blocks that have the runs which an engine of this host has asked for, in the pool of this
+    `handle`. They are held until its `PeerEnd`; the one that answers that says whether they were
+    all the time. `limits_s`: as `limit_s` in `StoredRun`."""
+
+    handle: bytes
+    blocks: tuple[Count, ...]
+    limits_s: tuple[float | None, ...]
 
 
 class PeerRun(Struct, frozen=True, tag="peer_run", forbid_unknown_fields=True):
@@ -160,7 +173,7 @@ class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):
     messages: Messages
 
 
-PeerMessage = PeerRun | PeerEnd | Rejected
+PeerMessage = PeerRun | PeerLent | PeerEnd | Rejected
 Upward = Hello | Command
 Downward = Welcome | Rejected | Frame
 

@@ -256,3 +256,5 @@ class LoadReport(Struct, frozen=True, tag="load_report", forbid_unknown_fields=T
     """The rate at which copies of the nearest level below are read; 0.0 without one."""
     peer_bytes_per_s: float = 0.0
     """The rate at which prefixes of other engines are fetched; 0.0 where none are, nor sent."""
+    near_bytes_per_s: float = 0.0
+    """The same for engines whose pools this one reads; 0.0 where there can be none."""

@@ -32,6 +32,7 @@ from engine.cache.events import (
     PromiseLost,
     peek_of,
 )
+from engine.cache.filled_blocks import FilledBlocks
 from engine.cache.lease_manager import LeaseManager, promised_blocks, table_spans
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.state_manager import StateManager
@@ -95,6 +96,7 @@ class PrefixCache:
             self._manager, self.promises, self._allocate, self._emit, state_blocks, state_spacing
         )
         self.moves = MovedBlocks(self._manager, self._allocate)
+        self.fills = FilledBlocks(self._manager, self.promises, self._allocate, self._emit)
         self.strides = self._manager.strides
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts

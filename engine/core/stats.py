@@ -184,6 +184,7 @@ class EngineStats:
         levels = None if scheduler.loading is None else scheduler.loading.levels
         context = running.tokens / running.requests if running.requests else 0.0
         fetching = None if levels is None else levels.fetching
+        near = None if levels is None else levels.near_fetching
         return LoadReport(
             accepted=accepted,
             waiting_tokens=live.missing_tokens
@@ -198,6 +199,7 @@ class EngineStats:
             row_s=self.step_cost.seconds_of_row(context),
             below_bytes_per_s=0.0 if levels is None else levels.paces["host"].bytes_per_s,
             peer_bytes_per_s=0.0 if fetching is None else fetching.pace.bytes_per_s,
+            near_bytes_per_s=0.0 if near is None else near.pace.bytes_per_s,
         )
 
 

@@ -207,6 +207,13 @@ class BatchCopy:
         on_host = np.array(copies.host_starts, np.uint64) + np.uint64(copies.host.data_ptr())
         sizes = np.array(copies.sizes, np.uint64)
         targets, sources = (on_device, on_host) if is_load else (on_host, on_device)
+        self.launch_addresses(targets, sources, sizes, stream)
+
+    def launch_addresses(
+        self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: torch.cuda.Stream
+    ) -> None:
+        """Launch copies of `sizes` bytes on a stream; addresses and sizes [copies], uint64. Raises
+        RuntimeError."""
         error = self._function(
             ctypes.c_void_p(targets.ctypes.data),
             ctypes.c_void_p(sources.ctypes.data),

@@ -6,8 +6,11 @@ model read and write `data`.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,14 +25,17 @@ class KvStorage:
     `data` is [B, L, 2, K, S, D] (`KvFormat.storage_shape`). In the `panels` layout only its size
     and its first dimension mean anything; in an int8 pool S and D are mixed with the scales. Every
     slot must hold finite values at all times: kernels read whole tiles of slots and mask
-    afterwards.
+    afterwards. `memory_fd`: of the file that it lies in, on a CPU; below 0 on a GPU.
     """
 
     def __init__(self, kv_format: KvFormat, blocks: int, device: torch.device) -> None:
         self.format = kv_format
         shape = kv_format.storage_shape(blocks)
+        self.memory_fd = -1
         if device.type == "cpu":
-            self.data = _lazy_zeros(shape, kv_format.dtype)
+            self.memory_fd = _memory_file(math.prod(shape) * kv_format.dtype.itemsize)
+            self.data = _lazy_zeros(self.memory_fd, shape, kv_format.dtype)
+            weakref.finalize(self, os.close, self.memory_fd)
         else:
             self.data = torch.zeros(shape, dtype=kv_format.dtype, device=device)
 
@@ -99,15 +105,23 @@ def runs_of(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
     yield run
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that the operating system maps page by page on first touch, so that a start
+def _memory_file(size: int) -> int:
+    """Return an anonymous file of zeros, which other processes of the user can map; no longer or
+    shorter from then on."""
+    fd = os.memfd_create("trunkline-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+def _lazy_zeros(fd: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a file's zeros, whose pages the operating system maps on first touch, so that a start
     does not wait for the whole pool to be written.
 
     Pages of the default size: with huge pages, finding each of the 512 in a GiB has been seen to
     take 4 ms, five times as long as small pages take for the whole GiB.
     """
-    size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(fd, math.prod(shape) * dtype.itemsize, mmap.MAP_SHARED)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

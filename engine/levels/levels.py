@@ -32,10 +32,12 @@ from engine.config import LevelsConfig
 from engine.levels.copy_formats import OWN, laxest
 from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.level_counts import LevelCounts
+from engine.levels.level_use import FetchedTokens
 from engine.levels.load_choice import LoadChoice, choose_load, first_paces
 from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.peers.fetching import PeerFetching
+from engine.levels.peers.near_fetching import NearFetching, Waiting
 from engine.levels.peers.shared_store import SharedStore
 from engine.levels.peers.sharing import Sharing
 from engine.levels.places import RunPlaces, level_of
@@ -47,6 +49,8 @@ from engine.moves import (
     EraseStored,
     Fetched,
     FetchedRun,
+    NearPeers,
+    NearPools,
     Peers,
     Renew,
     Storage,
@@ -91,13 +95,15 @@ class Levels:
         kept: KeptSlots | None = None,
         now_s: float = 0.0,
         peers: Peers | None = None,
+        near: NearPeers | None = None,
+        pools: NearPools | None = None,
         view: Callable[[int, int], memoryview] | None = None,
     ) -> None:
         """`close_memory` is called when the transfer engine and the storage have been closed.
         `wipe` makes a slot's bytes zeros, `view` returns those of a slot of a size. `kept`: what
         outlives this engine of host memory; the copies of the engine before are taken over from it,
         as of `now_s`. `peers`: other engines, from which prefixes are fetched; they get those of
-        this one, too."""
+        this one, too. `near`: those of them whose `pools` this one reads."""
         self.config = config
         self.cache = cache
         self.places = RunPlaces(cache, transfer.layout, transfer.formats, wipe)
@@ -137,11 +143,10 @@ class Levels:
             tokens_min = config.remote.tokens_min
             self._shared_fetching = PeerFetching(*parts, self._next_id, tokens_min, "remote")
         self.fetching: PeerFetching | None = None
+        self.near_fetching: NearFetching | None = None
         self.sharing: Sharing | None = None
         if peers is not None and view is not None and not self.windows.is_on:
-            own = cache, self.places
-            self.fetching = PeerFetching(*own, peers, self._next_id, config.host_tokens_min)
-            self.sharing = Sharing(*own, self.offloading, view, self.paces["host"])
+            self._open_peers(peers, view, near, pools)
         self._now_s = self._before_s = self.places.now_s = now_s
         self._silent_s = 0.0
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
@@ -166,6 +171,11 @@ class Levels:
         """Return whether a request may find copies of its namespace in a shared store."""
         is_let = grant.at_rest == self.at_rest(grant.namespace) == "remote"
         return self._shared is not None and is_let
+
+    @property
+    def pool_domain(self) -> str:
+        """Return the domain of the engines whose pools are read; empty if none are."""
+        return "" if self.near_fetching is None else self.near_fetching.domain
 
     @property
     def is_disk_lost(self) -> bool:
@@ -229,16 +239,37 @@ class Levels:
         if self.fetching is None:
             return 0.0
         self._note_grant(grant)
+        if peer.is_near and self.near_fetching is not None:
+            known = len(self.places.match(grant.namespace, tokens, self._now_s))
+            one = Waiting(sequence_id, grant, tokens, peer)
+            wait_s = 0.0
+            if not self.fetching.is_paused(grant.namespace, self._now_s):
+                wait_s = self.near_fetching.begin(one, known, compute_s, self._now_s)
+            if wait_s:
+                return wait_s
         what = sequence_id, grant, tokens, peer.tokens, peer, compute_s
         return self.fetching.begin(*what, self._now_s)
 
-    def leave_fetch(self, sequence_id: int) -> bool:
-        """Stop the fetch of a sequence that does not wait any more; return whether it had one."""
-        return any(one.leave(sequence_id) for one in self._fetchings)
+    def leave_fetch(self, sequence_id: int) -> FetchedTokens | None:
+        """Stop the fetch of a sequence that does not wait any more; return what has come; None if
+        it had none."""
+        if self.near_fetching is not None and self.near_fetching.leave(sequence_id):
+            return FetchedTokens()
+        found = (one.leave(sequence_id) for one in self._fetchings)
+        return next(filter(None, found), None)
 
-    def take_fetched(self) -> list[int]:
-        """Return the sequences whose fetch has ended since the last call."""
-        return [one for fetching in self._fetchings for one in fetching.take_ended()]
+    def take_fetched(self) -> dict[int, FetchedTokens]:
+        """Return the sequences whose fetch has ended since the last call, with what has come. One
+        whose peer had nothing on its device waits on, for copies from its host memory."""
+        ended: dict[int, FetchedTokens] = {}
+        for fetching in self._fetchings:
+            ended.update(fetching.take_ended())
+        near = () if self.near_fetching is None else self.near_fetching.take_ended()
+        for (sequence_id, grant, tokens, peer), fetched, left_s in near:
+            what = sequence_id, grant, tokens, peer.tokens, peer, left_s, self._now_s
+            if not left_s or self.fetching is None or not self.fetching.begin(*what):
+                ended[sequence_id] = fetched
+        return ended
 
     @property
     def _fetchings(self) -> list[PeerFetching]:
@@ -318,12 +349,13 @@ class Levels:
         running: Iterable[BlockTable],
         collected: int,
         *,
+        launched: int = 0,
         is_running: bool = False,
     ) -> None:
         """Take the outcomes that have come, and begin what is wanted next.
 
         `running`: the tables of running sequences, those that would be preempted first in front.
-        `collected`: the last step that was collected. `is_running`: whether any sequence runs.
+        `collected`, `launched`: the last steps that were. `is_running`: whether any sequence runs.
         """
         passed_s = min(1.0, max(0.0, now_s - self._now_s))
         self._silent_s += passed_s
@@ -342,6 +374,8 @@ class Levels:
             self._disk.notice_absence(passed_s)
         for fetching in self._fetchings:
             fetching.turn(now_s)
+        if self.near_fetching is not None:
+            self.near_fetching.turn(now_s, launched, collected)
         if self.promises is not None:
             self.promises.turn(now_s)
         else:
@@ -365,7 +399,7 @@ class Levels:
         """Return whether moves pin blocks, or promises that hold blocks on the device are about to
         move down, and still come to ends.
         """
-        pins = bool(self.offloading.moves or len(self.loads))
+        pins = bool(self.offloading.moves or len(self.loads) or self.near_fetching)
         if self.promises is not None and self.promises.has_ends:
             pins = pins or self.offloading.has_promised or self._is_storing()
         return pins and self._silent_s <= STUCK_S
@@ -380,7 +414,7 @@ class Levels:
             or bool(self._erasures)
             or (self._disk is not None and self._disk.is_busy)
             or self._is_recovering
-            or bool(self.fetching or self.sharing or self._shared_fetching)
+            or bool(self.fetching or self.near_fetching or self.sharing or self._shared_fetching)
             or (self.places.remains.soiled > 0 and not self.places.accounts.is_closed)
             or (self.promises is not None and self.promises.renewals > 0)
         )
@@ -404,6 +438,8 @@ class Levels:
         self.loads.void(namespace)
         for fetching in self._fetchings:
             fetching.erase(namespace, self._now_s)
+        if self.near_fetching is not None:
+            self.near_fetching.erase(namespace)
         if not is_part:
             self._lossy.pop(namespace, None)
         blocks, size = places.host_blocks.get(namespace, 0), self.host_bytes(namespace)
@@ -483,8 +519,9 @@ class Levels:
         host = counts.of_host(self.places, self.offloading, promised, self._recovery, unusable)
         others: tuple[LevelStats, ...] = ()
         if self.fetching is not None and self.sharing is not None:
-            brought = self.loads.loaded_blocks["peer"], counts.loaded_tokens["peer"]
-            others = (self.fetching.stats(*brought, self.sharing.sent),)
+            peer = self.fetching.stats(counts.loaded_tokens["peer"], self.sharing.sent)
+            near = self.near_fetching
+            others = (peer if near is None else near.add_to(peer),)
         if self._disk is None:
             return (host, *others)
         disk = counts.of_disk(self._disk, len(self._erasures))
@@ -561,6 +598,23 @@ class Levels:
             self._disk.keep_here(namespace)
 
     # -- internals ----------------------------------------------------------------------------
+
+    def _open_peers(
+        self,
+        peers: Peers,
+        view: Callable[[int, int], memoryview],
+        near: NearPeers | None,
+        pools: NearPools | None,
+    ) -> None:
+        """Fetch from other engines, and share with them, from now on."""
+        own, tokens_min = (self.cache, self.places), self.config.host_tokens_min
+        self.fetching = PeerFetching(*own, peers, self._next_id, tokens_min)
+        pool = b"" if pools is None else pools.handle
+        self.sharing = Sharing(*own, self.offloading, view, self.paces["host"], pool)
+        if near is not None and pools is not None:
+            size = self.places.formats.formats[OWN].slot_bytes
+            what = near, pools, self._next_id, tokens_min, size
+            self.near_fetching = NearFetching(self.cache, *what)
 
     def _next_id(self) -> int:
         self._last_id += 1

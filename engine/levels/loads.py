@@ -19,6 +19,7 @@ from engine.api import LEVELS_BELOW, LevelName, LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.places import HostPlace
 from engine.cache.tree.prefix_tree import Node
+from engine.levels.level_use import LevelUse
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
 from engine.levels.places import RunPlaces, level_of
 from engine.moves import Fetch, Fetched, Move, Moved, Storage
@@ -50,7 +51,7 @@ class _State(Enum):
 @dataclass(slots=True, eq=False, repr=False)
 class _Piece:
     """One run of a load: its node, the level it comes from, its slot and the format of that, the
-    blocks it fills. `source`: where it has just been fetched from to host memory.
+    blocks it fills.
     """
 
     node: Node
@@ -60,7 +61,6 @@ class _Piece:
     block: int
     beside: tuple[int, ...]
     check: bytes
-    source: LevelName | None = None
     is_damaged: bool = False
     state: _State = field(init=False)
 
@@ -132,11 +132,12 @@ class Load:
         """Return the slowest level that it comes from."""
         return max({piece.level for piece in self.pieces}, key=LEVELS_BELOW.index)
 
-    def tokens_by_level(self, run_tokens: int) -> tuple[tuple[LevelName, int], ...]:
-        """Return the tokens that it brought, by the level they were on."""
-        loaded = self.pieces[: self.loaded]
-        counts = Counter[LevelName](one.source or one.level for one in loaded)
-        return tuple((name, counts[name] * run_tokens) for name in LEVELS_BELOW if counts[name])
+    def tokens_by_level(self, run_tokens: int, use: LevelUse) -> Counter[LevelName]:
+        """Return the tokens that it brought, by the level they were on before its request came."""
+        counts = Counter[LevelName]()
+        for index, piece in enumerate(self.pieces[: self.loaded], start=self.first):
+            counts[use.level_at(index * run_tokens, piece.level)] += run_tokens
+        return counts
 
     def forms(self) -> set[int]:
         """Return the formats of the copies it brought."""
@@ -241,8 +242,7 @@ class Loads:
             if place is not None:
                 blocks = self._targets(table, index, has_windows=place.has_windows)
                 check = self._check_of(place)
-                what = place.slot, place.form, *blocks, check, place.source
-                pieces.append(_Piece(node, "host", *what))
+                pieces.append(_Piece(node, "host", place.slot, place.form, *blocks, check))
                 continue
             record, slot = node.record, None
             if record is not None:
@@ -427,9 +427,7 @@ class Loads:
         load.is_ended, load.loaded = True, loaded
         load.ready.clear()
         for piece in load.pieces[:loaded]:
-            self.loaded_blocks[piece.source or piece.level] += 1
-            if piece.node.host is not None:
-                piece.node.host.source = None
+            self.loaded_blocks[piece.level] += 1
         for piece in load.pieces[loaded:]:
             if piece.state is _State.READY:  # it was never begun
                 piece.state = _State.FAILED

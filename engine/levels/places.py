@@ -107,17 +107,13 @@ class RunPlaces:
         self._cache.promises.extend_limit(node, limit_at_s, self.now_s, is_new=is_new)
         return node
 
-    def give(
-        self, node: Node, slot: int, check: bytes = b"", *, source: LevelName | None = None
-    ) -> None:
+    def give(self, node: Node, slot: int, check: bytes = b"") -> None:
         """Let a node have a held slot, full of its bytes; the hold becomes the node's. One that it
-        had before is given up. `source`: where they were fetched from. O(log nodes).
+        had before is given up. O(log nodes).
         """
         was_copied = node.is_copied
         self._take_back(node)
         self._place(node, slot, check)
-        assert node.host is not None, "it has just got one"
-        node.host.source = source
         self._count_copied(node, was_copied=was_copied)
         if self.notes is not None:
             self.notes.given(node)

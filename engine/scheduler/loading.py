@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.api import LEVELS_BELOW
 from engine.cache import BlockTable, PrefixCache, TreeMatch
-from engine.levels.level_use import LevelUse
+from engine.levels.level_use import FetchedTokens, LevelUse
 from engine.levels.levels import Levels
 from engine.levels.loads import Load, LoadPlan
 from engine.levels.places import level_of
@@ -143,7 +144,11 @@ class Loading:
         """
         table = sequence.table
         assert table is not None, "it was admitted"
-        sequence.parent.loaded_tokens = ()  # an earlier admission's, which found other blocks
+        active = sequence.parent
+        active.loaded_tokens = ()  # an earlier admission's, which found other blocks
+        use = active.level_use
+        if use is not None and (fetched := use.fetched_tokens(table.kv_tokens)):
+            active.loaded_tokens = ((use.fetched.level, fetched),)
         self.levels.used(sequence.parent.request.grant, table, now_s)
         load = None if plan is None else self._begin(plan, table, now_s)
         if load is not None:
@@ -177,7 +182,8 @@ class Loading:
         # Nothing is copied for running sequences while none can go on: that would have no end.
         tables = _tables(running) if launched != self._launched else ()
         self._launched, self._now_s = launched, now_s
-        self.levels.turn(now_s, tables, collected, is_running=len(running) > 0)
+        is_running = len(running) > 0
+        self.levels.turn(now_s, tables, collected, launched=launched, is_running=is_running)
         self._end_looks(now_s)
         placed = {load: load.placed for load in self._loading}
         for load in self.levels.loads.take_parts():
@@ -224,7 +230,10 @@ class Loading:
         if load.loaded:
             self._commit(sequence, load, load.loaded, load.placed, now_s)
             if active.started_at_s is None:
-                active.loaded_tokens = load.tokens_by_level(self._cache.block_size)
+                counts = load.tokens_by_level(self._cache.block_size, use)
+                counts.update(dict(active.loaded_tokens))
+                found = ((name, counts[name]) for name in LEVELS_BELOW if counts[name])
+                active.loaded_tokens = tuple(found)
         return sequence
 
     def _end_looks(self, now_s: float) -> None:
@@ -234,14 +243,14 @@ class Loading:
         for sequence_id in self.levels.take_looked():
             if not self._fetch_shared(sequence_id):
                 self._end_look(sequence_id, is_answered=not self.levels.is_disk_lost)
-        for sequence_id in self.levels.take_fetched():
-            self._end_look(sequence_id, is_answered=True)
+        for sequence_id, fetched in self.levels.take_fetched().items():
+            self._end_look(sequence_id, is_answered=True, fetched=fetched)
         for sequence_id, (sequence, wait_s, until_s) in list(self.looking.items()):
             if until_s is None:
                 self.looking[sequence_id] = (sequence, wait_s, now_s + wait_s)
             elif now_s >= until_s:
-                is_fetch = self.levels.leave_fetch(sequence_id)
-                self._end_look(sequence_id, is_answered=is_fetch)
+                left = self.levels.leave_fetch(sequence_id)
+                self._end_look(sequence_id, is_answered=left is not None, fetched=left)
 
     def _fetch_shared(self, sequence_id: int) -> bool:
         """Let a sequence whose look has found more in a shared store wait for that; return whether
@@ -257,12 +266,16 @@ class Loading:
             self.looking[sequence_id] = (sequence, wait_s, None)
         return bool(wait_s)
 
-    def _end_look(self, sequence_id: int, *, is_answered: bool) -> None:
+    def _end_look(
+        self, sequence_id: int, *, is_answered: bool, fetched: FetchedTokens | None = None
+    ) -> None:
         """Queue a sequence after its look, or fetch. Without an answer the disk may have all."""
         found = self.looking.pop(sequence_id, None)
         if found is None:
             return
         sequence = found[0]
+        if fetched is not None and fetched.end:
+            _use_of(sequence).fetched = fetched
         if not is_answered:
             use, size = _use_of(sequence), self._cache.block_size
             use.know((len(sequence.findable_tokens(size)) - 1) // size * size)

@@ -93,6 +93,7 @@ def core_of_model(
         attention_lacks=built.attention_lacks,
         draft_model="" if draft is None else draft.name,
         role=config.role,
+        pool_domain="" if levels is None else levels.pool_domain,
     )
     return core, info
 

@@ -20,6 +20,7 @@ from engine.kv.device_packing import gpu_packers_of
 from engine.kv.device_transfer import DeviceTransferEngine
 from engine.kv.format import KvFormat
 from engine.kv.move_queue import DamagedSlotError
+from engine.kv.near_pools import near_pools
 from engine.kv.packing import (
     PackedFormat,
     PackedName,
@@ -110,9 +111,7 @@ def build_levels(
         run_tokens = config.block_size
         what = wanted, arena, sizes, run_tokens, generation, model_digest
         storage = StorageClient(disk_settings(*what))
-    peers = None
-    if listen is not None:
-        peers = PeerFetches(listen.name, listen.tls, model_digest, arena.view)
+    peers = None if listen is None else _peers_of(listen, cache, kv, model_digest, arena)
     levels = Levels(
         cache,
         wanted,
@@ -123,9 +122,19 @@ def build_levels(
         kept=kept,
         now_s=now_s,
         peers=peers,
+        near=peers,
+        pools=None if peers is None else peers.pools,
         view=arena.view,
     )
     return levels, off
+
+
+def _peers_of(
+    listen: ListenSettings, cache: PrefixCache, kv: KvPool, model_digest: str, arena: HostArena
+) -> PeerFetches:
+    """Return the other engines, with the pools of those on this host where they can be read."""
+    pools = None if cache.windows.windows else near_pools(kv)
+    return PeerFetches(listen.name, listen.tls, model_digest, arena.view, pools)
 
 
 def _transfer_engine(kv: KvPool, arena: HostArena) -> TransferEngine:

@@ -286,6 +286,7 @@ class ReplicaChooser:
             may_send=replica.state == "draining" and replica.engine is not None,
             is_stuck=replica.is_stuck,
             role=replica.role if self._has_roles else "any",
+            pool_domain="" if info is None else info.pool_domain,
         )
 
     def _take(self, replica: Replica, facts: ReplicaFacts, message: Facts | Started) -> None:

@@ -322,7 +322,7 @@ class Replicas:
         packed = pack_tokens(request.tokens[:tokens])
         what = request.grant.namespace, packed, reader.name
         ticket = sign_ticket(self.peer_key, *what, self._wall_s())
-        return Peer(source.name, *source.address, tokens, ticket)
+        return Peer(source.name, *source.address, tokens, ticket, _is_near(source, reader))
 
     def homes(self, request: Request, but: Replica | None = None) -> list[Replica]:
         """Return the replicas that may take over the promises that a request asks for, the best
@@ -534,6 +534,12 @@ class Replicas:
 def _in_flight(replica: Replica) -> int:
     """Return how many requests this gateway has at a replica."""
     return replica.engine.in_flight if isinstance(replica.engine, EngineConnection) else 0
+
+
+def _is_near(source: Replica, reader: Replica) -> bool:
+    """Return whether one replica's engine reads the pool of the other's."""
+    one, other = source.info, reader.info
+    return one is not None and other is not None and one.pool_domain == other.pool_domain != ""
 
 
 def _can_move(request: Request) -> bool:

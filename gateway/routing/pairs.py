@@ -32,18 +32,26 @@ class PromptSide(Struct, frozen=True):
     held_s: float
     peer: str = ""
     peer_tokens: int = 0
+    pool_domain: str = ""
 
 
 class AnswerSide(Struct, frozen=True):
     """A replica that may fetch the prompt and answer. `wait_s`: what is queued there now;
-    `fetch_s`: of what it lacks; `rest_s`: the tokens that are computed there; `decode_s`: of the
-    answer."""
+    `fetch_s`: of what it lacks, `near_fetch_s` from one of its own pool domain; `rest_s`: the
+    tokens that are computed there; `decode_s`: of the answer."""
 
     replica: str
     wait_s: float
     fetch_s: float
     rest_s: float
     decode_s: float
+    near_fetch_s: float = 0.0
+    pool_domain: str = ""
+
+    def seconds_from(self, prompt: PromptSide) -> float:
+        """Return the seconds to fetch the prompt from a replica."""
+        is_near = self.pool_domain and self.pool_domain == prompt.pool_domain
+        return self.near_fetch_s if is_near else self.fetch_s
 
 
 class PairCost(Struct, frozen=True, array_like=True):
@@ -77,8 +85,8 @@ def best_pair(prompts: Sequence[PromptSide], answers: Sequence[AnswerSide]) -> P
             prompt_at=one.replica,
             replica=other.replica,
             prompt_s=one.own_s,
-            fetch_s=other.fetch_s,
-            start_s=max(0.0, other.wait_s - one.own_s - other.fetch_s) + other.rest_s,
+            fetch_s=(fetch_s := other.seconds_from(one)),
+            start_s=max(0.0, other.wait_s - one.own_s - fetch_s) + other.rest_s,
             decode_s=other.decode_s,
             held_s=one.held_s,
             peer=one.peer,

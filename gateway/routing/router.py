@@ -27,6 +27,8 @@ TIE_S = 0.005
 """Costs nearer than this are equal: then the hash of the first stride decides."""
 PEER_S = 0.02
 """Seconds that a fetch from another replica takes beside its bytes."""
+PEERS_MAX = 3
+"""Replicas that are looked at for a fetch."""
 PEER_FACTOR = 1.2
 """Fetching must be predicted to be faster than computing by this."""
 EXPLAINED = 1000
@@ -66,6 +68,15 @@ class ReplicaState(Struct):
     role: EngineRole = "any"
     is_stuck: bool = False
     """Its step takes many times as long as the longest of late."""
+    pool_domain: str = ""
+    """See `EngineInfo`."""
+
+    def fetch_s(self, tokens: int, pool_domain: str) -> float:
+        """Return the predicted seconds to fetch tokens from a replica of this pool domain."""
+        report = self.load.report
+        is_near = pool_domain == self.pool_domain != "" and report.near_bytes_per_s
+        rate = report.near_bytes_per_s if is_near else report.peer_bytes_per_s
+        return PEER_S + tokens * self.bytes_per_token / rate
 
 
 class RouteRequest(Struct, frozen=True):
@@ -254,7 +265,7 @@ def _with_lease_room(request: RouteRequest, able: list[ReplicaState]) -> list[Re
 def _peers(
     request: RouteRequest, replicas: Sequence[ReplicaState], found: Mapping[int, Found]
 ) -> list[tuple[int, ReplicaState]]:
-    """Return the two replicas that could send most of a prompt, with their tokens of it."""
+    """Return the replicas that could send most of a prompt, with their tokens of it."""
     last = request.prompt_tokens - 1
     able = [
         (min(have.device + have.below, last), replica)
@@ -263,7 +274,7 @@ def _peers(
         and (replica.is_ready or replica.may_send)
         and replica.load.report.peer_bytes_per_s
     ]
-    return nlargest(2, able, key=lambda one: (one[0], -one[1].load.wait_s))
+    return nlargest(PEERS_MAX, able, key=lambda one: (one[0], -one[1].load.wait_s))
 
 
 def _pair(
@@ -290,7 +301,7 @@ def _pair(
         if replica.role != "decode":
             own_s = cost.wait_s + cost.fill_s + cost.displaced_s
             held_s, peer = _held_s(replica, cost), (cost.peer, cost.peer_tokens)
-            prompts.append(PromptSide(replica.name, own_s, held_s, *peer))
+            prompts.append(PromptSide(replica.name, own_s, held_s, *peer, replica.pool_domain))
         if replica.role != "prefill" and replica in able:
             answers.append(_answer_side(request, replica, have, cost))
     pair = best_pair(prompts, answers)
@@ -309,13 +320,14 @@ def _answer_side(
     here = min(found.device + found.below, request.prompt_tokens - 1)
     lacking = request.prompt_tokens - here
     rest = min(lacking, replica.block_tokens)
-    rate = replica.load.report.peer_bytes_per_s
     return AnswerSide(
         replica.name,
         cost.wait_s,
-        PEER_S + lacking * replica.bytes_per_token / rate,
+        replica.fetch_s(lacking, ""),
         rest / replica.load.prefill_tokens_per_s,
         cost.decode_s,
+        replica.fetch_s(lacking, replica.pool_domain),
+        replica.pool_domain,
     )
 
 
@@ -335,11 +347,13 @@ def _cost(
         load_s = below * replica.bytes_per_token / report.below_bytes_per_s
         fill_s = min(fill_s, load_s + (request.prompt_tokens - device - below) / rate)
     peer, peer_tokens = "", 0
-    tokens, other = next((one for one in peers if one[1] is not replica), (0, None))
-    if other is not None and report.peer_bytes_per_s and tokens > device + below:
-        fetch_s = PEER_S + tokens * replica.bytes_per_token / report.peer_bytes_per_s
+    alone_s = fill_s
+    for tokens, other in peers if report.peer_bytes_per_s else ():
+        if other is replica or tokens <= device + below:
+            continue
+        fetch_s = replica.fetch_s(tokens, other.pool_domain)
         rest_s = (request.prompt_tokens - tokens) / rate
-        if PEER_FACTOR * fetch_s < fill_s - rest_s:
+        if PEER_FACTOR * fetch_s < alone_s - rest_s and fetch_s + rest_s < fill_s:
             fill_s, peer, peer_tokens = fetch_s + rest_s, other.name, tokens
     room = report.free_blocks * replica.block_tokens
     displaced = max(0, request.prompt_tokens - device - room)

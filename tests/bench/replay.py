@@ -28,6 +28,7 @@ from engine.cache import PrefixCache
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.config import LevelsConfig
+from engine.levels.level_use import LevelUse
 from engine.levels.levels import Levels
 from engine.levels.loads import Load
 from engine.moves import (
@@ -269,7 +270,7 @@ class Replay:
             self._turn()
             self._levels.take_ended(self._now_s)
         if load is not None and load.loaded:
-            for level, count in load.tokens_by_level(1):
+            for level, count in load.tokens_by_level(1, LevelUse()).items():
                 setattr(self.counts, level, getattr(self.counts, level) + count)
             self._cache.commit(table, tokens, load.first + load.loaded, self._now_s)
             self._levels.came_back()

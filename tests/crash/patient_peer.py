@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from engine.levels.peers import fetching
+from engine.levels.peers import fetching, near_fetching
 from engine.server.server import main
 from tests.e2e.patient_engine import wait_for_loads
 
@@ -20,5 +20,6 @@ FETCH_S = 5.0
 if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     wait_for_loads(patch)
-    patch.setattr(fetching, "FETCH_S_MIN", FETCH_S)
+    for module in (fetching, near_fetching):
+        patch.setattr(module, "FETCH_S_MIN", FETCH_S)
     main()

@@ -57,6 +57,7 @@ class Pair:
         self.kept: dict[str, KeptReplica] = {}
         self.engines: dict[str, SocketEngine] = {}
         self.proxy = Proxy(0)
+        self.is_near = False
 
     async def ask(self, name: str, request: Request) -> Answer:
         """Return an engine's answer."""
@@ -67,7 +68,7 @@ class Pair:
         """Return e0 as the peer of a request, with a ticket for its first tokens."""
         ids = pack_tokens(request.tokens[:tokens])
         ticket = sign_ticket(key, request.grant.namespace, ids, reader, time.time_ns() / 1e9)
-        return Peer("e0", "127.0.0.1", self.proxy.port, tokens, ticket)
+        return Peer("e0", "127.0.0.1", self.proxy.port, tokens, ticket, self.is_near)
 
     async def level(self, name: str) -> LevelStats:
         """Return what an engine says of its peers."""

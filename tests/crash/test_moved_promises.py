@@ -127,5 +127,5 @@ async def test_what_moves_is_fetched_and_read_as_before(
     assert books.ends == {"moved": 4}
     assert named == [True] * 4
     assert all(one.promised_tokens >= 688 for one in peeked)
-    assert peer.fetched_total == 4 * 43
+    assert peer.loaded_total == 4 * 43
     assert stats.computed_tokens_total <= 4 * 16

@@ -164,7 +164,7 @@ async def test_the_answer_and_its_usage_are_those_of_one_engine(fleet: Fleet) ->
             getattr(other.end.usage, name) for name in fields
         ]
     assert fleet.outcomes["apart"] >= 1
-    assert (await fleet.pair.level("e1")).fetched_total - before.fetched_total >= 2_288 // 16
+    assert (await fleet.pair.level("e1")).loaded_total - before.loaded_total >= 2_288 // 16
     assert entered == counted
 
 

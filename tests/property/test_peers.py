@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +18,16 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import CacheGrant, Erase, LeaseRequest, Peer, Quota, Request, Retention, Sampling
-from engine.cache import PrefixCache
+from engine.cache import BlockTable, PrefixCache
+from engine.cache.moved_blocks import MovedBlocks
 from engine.config import EngineConfig, LevelsConfig
 from engine.errors import InvariantViolation
 from engine.levels.levels import Levels
 from engine.levels.peers.fetching import PeerFetching
+from engine.levels.peers.near_fetching import NearFetching
 from engine.levels.peers.sharing import Sharing
 from engine.levels.places import RunPlaces
-from engine.moves import FetchedRun, FetchRuns, ShareRuns
+from engine.moves import FetchBlocks, FetchedBlocks, FetchedRun, FetchRuns, RunReader, ShareRuns
 from tests.checkers import World
 from tests.fake_levels import Content, FakeTransferEngine, Weather, digest
 from tests.fakes import BROKEN, FakeRunner
@@ -37,6 +39,7 @@ NAMESPACES = (b"a", b"b")
 CONFIG = LevelsConfig(host_mib=1, host_tokens_min=1)
 LEASED = Retention("leased", promise_s=4, limit_s=30)
 STEPS, REST_STEPS = 300, 300
+POOL = b"pool"
 
 
 @dataclass(eq=False)
@@ -57,12 +60,49 @@ class _Arrived:
         self.sent.append((check, limit_s, self.link.source.memory.contents[slot]))
         self.link.unsent.append(self)
 
+    def lend(self, pool: bytes, blocks: Sequence[int], limits_s: Sequence[float | None]) -> None:
+        raise AssertionError("copies were asked for")
+
     def end(self, why: str) -> None:
         self.is_over = True
 
 
+@dataclass(eq=False)
+class _Lent:
+    """A `RunReader` of one near fetch. `blocks`: what it may read, theirs and ours; `done`: how
+    many it has read."""
+
+    command: FetchBlocks
+    blocks: list[tuple[int, int]] | None = None
+    limits_s: Sequence[float | None] = ()
+    done: int = 0
+    ends: list[str] = field(default_factory=list)
+    has_returned: bool = False
+
+    def take(self, check: bytes, limit_s: float | None, content: memoryview) -> None:
+        raise AssertionError("blocks were asked for")
+
+    def lend(self, pool: bytes, blocks: Sequence[int], limits_s: Sequence[float | None]) -> None:
+        assert pool == POOL
+        self.blocks = list(zip(blocks, self.command.blocks, strict=False))
+        self.limits_s = limits_s[: len(self.blocks)]
+
+    def end(self, why: str) -> None:
+        self.ends.append(why)
+
+
+class Pools:
+    """`engine.moves.NearPools`, whose blocks the links copy."""
+
+    domain, handle, bytes_per_s = "host", POOL, 1e12
+
+    def read(self, handle: bytes, theirs: Sequence[int], ours: Sequence[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Link:
-    """`engine.moves.Peers` from one engine to the other one."""
+    """`engine.moves.Peers` and `NearPeers` from one engine to the other one."""
 
     def __init__(self, chance: random.Random, weather: Weather, memory: FakeTransferEngine) -> None:
         self.source: Side
@@ -71,7 +111,9 @@ class Link:
         self._chance, self._weather = chance, weather
         self.is_careless = False
         self._fetches: dict[int, _Arrived] = {}
+        self._near: dict[int, _Lent] = {}
         self._stopped: set[int] = set()
+        self.runner: Callable[[], FakeRunner]
 
     def fetch(self, command: FetchRuns) -> None:
         found = self._fetches[command.call_id] = _Arrived(self, command)
@@ -94,6 +136,42 @@ class Link:
         return outcomes
 
     def close(self) -> None: ...
+
+    def fetch_blocks(self, command: FetchBlocks) -> None:
+        one = self._near[command.call_id] = _Lent(command)
+        wanted = ShareRuns(command.namespace, command.tokens, command.first, "", is_near=True)
+        self.source.sharing().begin(wanted, one, self.source.world.clock())
+
+    def poll_blocks(self) -> list[FetchedBlocks]:
+        outcomes: list[FetchedBlocks] = []
+        for call_id, one in list(self._near.items()):
+            if (outcome := self._read_some(call_id, one)) is not None:
+                outcomes.append(outcome)
+                del self._near[call_id]
+                self._stopped.discard(call_id)
+                self.source.sharing().leave(one)
+        return outcomes
+
+    def _read_some(self, call_id: int, one: _Lent) -> FetchedBlocks | None:
+        """Copy some of the blocks that are lent, often none; return the outcome if it has one."""
+        if call_id in self._stopped or 5 * self._chance.random() < self._weather.fails:
+            return FetchedBlocks(call_id, "lost")
+        if one.ends:
+            if one.ends[0]:
+                return FetchedBlocks(call_id, "lacking")
+            is_whole = one.done == len(one.command.blocks)
+            return FetchedBlocks(call_id, "" if is_whole else "lacking", tuple(one.limits_s))
+        assert one.blocks is not None
+        for _ in range(self._chance.randint(0, 2)):
+            if one.done < len(one.blocks):
+                theirs, ours = one.blocks[one.done]
+                content = self.source.link.runner().slots[theirs * SIZE : (theirs + 1) * SIZE]
+                self.runner().slots[ours * SIZE : (ours + 1) * SIZE] = content
+                one.done += 1
+        if one.done == len(one.blocks) and not one.has_returned and self._chance.random() < 0.5:
+            one.has_returned = True
+            self.source.sharing().returned(one)
+        return None
 
     def _some(self, call_id: int, one: _Arrived) -> list[FetchedRun]:
         """Return some of the outcomes of a fetch, often none."""
@@ -127,8 +205,10 @@ class Side:
         def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
             self.memory = FakeTransferEngine(runner, SLOTS, chance, weather)
             self.link = Link(chance, weather, self.memory)
+            self.link.runner = runner
             view = lambda slot, size: memoryview(struct.pack("<I", slot))  # noqa: E731
-            return Levels(cache, CONFIG, self.memory, peers=self.link, view=view)
+            link, own = self.link, Pools()
+            return Levels(cache, CONFIG, self.memory, peers=link, near=link, pools=own, view=view)
 
         self.world = World(
             EngineConfig(step_tokens_max=16, sequences_max=4),
@@ -147,6 +227,11 @@ class Side:
         assert sharing is not None
         return sharing
 
+    def near_fetching(self) -> NearFetching:
+        fetching = self.levels().near_fetching
+        assert fetching is not None
+        return fetching
+
     def is_busy(self) -> bool:
         return self.world.core.has_work() or self.levels().is_busy
 
@@ -160,8 +245,9 @@ def pair_of(chance: random.Random, weather: Weather) -> tuple[Side, Side]:
     return sides
 
 
-def play(seed: int, weather: Weather) -> tuple[int, int]:
-    """Play one life of two engines; return the runs that were fetched, and the host bytes left."""
+def play(seed: int, weather: Weather, near: float = 0.5) -> tuple[int, int, int]:
+    """Play one life of two engines; return the runs that came as copies and as blocks, and the host
+    bytes left. `near`: the part of requests whose peer is near."""
     chance = random.Random(seed)
     sides = pair_of(chance, weather)
     prompts = [tuple(chance.randrange(3) for _ in range(24)) for _ in range(3)]
@@ -170,7 +256,7 @@ def play(seed: int, weather: Weather) -> tuple[int, int]:
         act = chance.random()
         if act < 0.25:
             prompt = chance.choice(prompts)[: chance.randint(2, 24)]
-            _submit(side.world, chance, str(number), prompt)
+            _submit(side.world, chance, str(number), prompt, is_near=chance.random() < near)
         elif act < 0.27:
             namespace = chance.choice(NAMESPACES)
             before = side.world.written.get(namespace, [])
@@ -190,8 +276,10 @@ def play(seed: int, weather: Weather) -> tuple[int, int]:
     for one in sides:
         one.world.settle()
     levels = [level for one in sides for level in one.world.core.stats().levels]
-    fetched = sum(one.fetched_total for one in levels if one.name == "peer")
-    return fetched, sum(one.used_bytes for one in levels if one.name == "host")
+    peers = [one for one in levels if one.name == "peer"]
+    copies = sum(one.fetched_total for one in peers)
+    blocks = sum(one.near_fetching().fetched for one in sides)
+    return copies, blocks, sum(one.used_bytes for one in levels if one.name == "host")
 
 
 def rest(sides: tuple[Side, Side]) -> None:
@@ -205,7 +293,7 @@ def rest(sides: tuple[Side, Side]) -> None:
             one.world.step()
 
 
-def erase_while_fetching(seed: int) -> int:
+def erase_while_fetching(seed: int, *, is_near: bool = False) -> int:
     """Erase a prefix in an engine that has begun to fetch it, before the other one hears of that;
     return the hit of a request that comes later."""
     chance = random.Random(seed)
@@ -214,10 +302,10 @@ def erase_while_fetching(seed: int) -> int:
     asked = Request("a", prompt, 1, CacheGrant(b"a", Quota(payer=b"p")), Sampling(temperature=0))
     source.world.submit(asked)
     rest(sides)
-    peer = Peer("other", "h", 1, len(prompt), b"")
+    peer = Peer("other", "h", 1, len(prompt), b"", is_near)
     for name in ("b", "c"):
         reader.world.submit(replace(asked, request_id=name, peer=peer))
-    while not reader.levels().fetching:
+    while not (reader.near_fetching() if is_near else reader.levels().fetching):
         reader.world.step()
     reader.world.erase(b"a")
     for _ in range(STEPS):  # in which no deadline passes
@@ -231,13 +319,15 @@ def erase_while_fetching(seed: int) -> int:
     return started.cached_tokens
 
 
-def _submit(world: World, chance: random.Random, name: str, prompt: tuple[int, ...]) -> None:
+def _submit(
+    world: World, chance: random.Random, name: str, prompt: tuple[int, ...], *, is_near: bool
+) -> None:
     namespace = chance.choice(NAMESPACES)
     leases = (LeaseRequest(len(prompt), LEASED, name),) if chance.random() < 0.2 else ()
     grant = CacheGrant(namespace, Quota(payer=b"p"), leases=leases)
     request = Request(name, prompt, chance.randint(1, 4), grant, Sampling(temperature=0))
     if chance.random() < 0.8:
-        request = replace(request, peer=Peer("other", "h", 1, len(prompt), b""))
+        request = replace(request, peer=Peer("other", "h", 1, len(prompt), b"", is_near))
     world.submit(request)
 
 
@@ -245,21 +335,52 @@ def _submit(world: World, chance: random.Random, name: str, prompt: tuple[int, .
 def test_what_is_fetched_changes_no_answer_and_leaves_nothing_held(seed: int) -> None:
     """`World` compares each token with that of the sequence alone."""
     weather = Weather(polls_max=3, fails=0.1 if seed % 2 else 0.0)
-    fetched, left = play(seed, weather)
-    assert fetched > 0
+    copies, blocks, left = play(seed, weather)
+    assert min(copies, blocks) > 0
     assert left == 0
 
 
+@pytest.mark.parametrize("is_near", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_erased_is_not_brought_back(seed: int) -> None:
+def test_what_is_erased_is_not_brought_back(seed: int, is_near: bool) -> None:
     """Nor by a second request that waits for the same fetch."""
-    assert erase_while_fetching(seed) == 0
+    assert erase_while_fetching(seed, is_near=is_near) == 0
 
 
-def _play_all() -> None:
+def _play_all(near: float = 0.0) -> None:
     for seed in range(20):
-        _, left = play(seed, Weather(polls_max=3, fails=0.1))
+        *_, left = play(seed, Weather(polls_max=3, fails=0.1), near)
         assert left == 0
+
+
+def test_blocks_that_are_read_and_not_held_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been evicted meanwhile, and is of another prompt now, gives another token."""
+    begin, hold = Sharing.begin, MovedBlocks.hold
+    inside = list[bool]()
+
+    def faulty_begin(self: Sharing, wanted: ShareRuns, reader: RunReader, now_s: float) -> None:
+        inside.append(True)
+        begin(self, wanted, reader, now_s)
+        inside.clear()
+
+    def faulty_hold(self: MovedBlocks, account: Any, path: Any, *more: Any) -> BlockTable:
+        return hold(self, account, [] if inside else path, *more)
+
+    monkeypatch.setattr(Sharing, "begin", faulty_begin)
+    monkeypatch.setattr(MovedBlocks, "hold", faulty_hold)
+    with pytest.raises((AssertionError, InvariantViolation)):
+        _play_all(near=1.0)
+
+
+def test_blocks_that_were_lent_too_long_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that does not care whether they were held till then has what is there now."""
+
+    def faulty(self: _Lent, why: str) -> None:
+        self.ends.append("" if why == "late" else why)
+
+    monkeypatch.setattr(_Lent, "end", faulty)
+    with pytest.raises((AssertionError, InvariantViolation)):
+        _play_all(near=1.0)
 
 
 def test_bytes_that_nobody_compared_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

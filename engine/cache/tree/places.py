@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.api import LevelName
-
 
 @dataclass(slots=True, eq=False)
 class HostPlace:
@@ -28,8 +26,6 @@ class HostPlace:
     """An earlier engine filled it, and its bytes have not been compared with `check` yet."""
     is_storing: bool = False
     """A store reads it."""
-    source: LevelName | None = None
-    """Where it was fetched from, where nothing has loaded it yet."""
     order_key: tuple[float, int] | None = None
     """Its key among the places that may be dropped, None while it may not be."""
     is_kept: bool = False

@@ -20,6 +20,7 @@ from typing import Final, Literal
 from engine.api import CacheGrant, Namespace, Payer, Peer
 from engine.cache import PrefixCache
 from engine.cache.tree.prefix_tree import Node
+from engine.levels.level_use import FetchedTokens
 from engine.levels.load_choice import LevelPace
 from engine.levels.places import RunPlaces
 from engine.moves import FetchedRun, FetchRuns, PeerMiss, Peers
@@ -43,7 +44,7 @@ be 40 s old, and another gateway hears of a missed erasure within a minute."""
 class _Fetch:
     """A fetch under way. `sequence_ids`: those that wait for it; `until_s`: its deadline; `slots`:
     those without an outcome yet, in order; `parent`: the last run that has come, or that was known
-    before."""
+    before; `came`: the runs that have, from `first` on."""
 
     sequence_ids: list[int]
     until_s: float
@@ -56,6 +57,8 @@ class _Fetch:
     parent: Node | None
     compute_s: float
     began_s: float
+    first: int
+    came: int = 0
     is_void: bool = False
 
 
@@ -81,7 +84,7 @@ class PeerFetching:
         sizes = [one.slot_bytes for one in places.formats.formats]
         self.pace = LevelPace(source, sizes, GETS if source == "remote" else 1)
         self._open: dict[int, _Fetch] = {}
-        self._ended: list[int] = []
+        self._ended: dict[int, FetchedTokens] = {}
         self._erased_at_s: OrderedDict[Namespace, float] = OrderedDict()
         self._fetched = 0
         self._outcomes = Counter[PeerMiss | NotFetched]()
@@ -108,7 +111,7 @@ class PeerFetching:
         runs, first = min(there, len(tokens) - 1) // size, len(path)
         if (runs - first) * size < self._tokens_min or not (grant.read and grant.write):
             return 0.0
-        if now_s - self._erased_at_s.get(namespace, -math.inf) < ERASED_S:
+        if self.is_paused(namespace, now_s):
             return 0.0
         form, payer = places.formats.of(namespace), grant.quota.payer or grant.payer
         parent = path[-1] if path else None
@@ -139,12 +142,16 @@ class PeerFetching:
         call_id, epoch = self._next_id(), places.epochs[namespace]
         self._open[call_id] = _Fetch(
             *([sequence_id], now_s + timeout_s, namespace, payer, epoch, form),
-            *(deque(wanted[: len(slots)]), deque(slots), parent, compute_s, now_s),
+            *(deque(wanted[: len(slots)]), deque(slots), parent, compute_s, now_s, first),
         )
         what = namespace, tuple(tokens[:there]), first, tuple(slots)
         form_of = places.formats.formats[form]
         self._peers.fetch(FetchRuns(call_id, peer, *what, form_of, timeout_s))
         return timeout_s + GRACE_S
+
+    def is_paused(self, namespace: Namespace, now_s: float) -> bool:
+        """Return whether nothing is fetched into a namespace, since something of it was erased."""
+        return now_s - self._erased_at_s.get(namespace, -math.inf) < ERASED_S
 
     def _why_not(self, blocks: int, form: int, compute_s: float, now_s: float) -> NotFetched | None:
         """Return why a shared store is not asked for so many blocks; None if it is."""
@@ -172,21 +179,25 @@ class PeerFetching:
                     return one
         return None
 
-    def leave(self, sequence_id: int) -> bool:
+    def leave(self, sequence_id: int) -> FetchedTokens | None:
         """Stop the fetch of a sequence that does not wait any more, unless others wait for it;
-        return whether it had one."""
+        return what has come; None where it had none."""
         for call_id, one in self._open.items():
             if sequence_id in one.sequence_ids:
                 one.sequence_ids.remove(sequence_id)
                 if not one.sequence_ids:
                     self._peers.stop(call_id)
-                return True
-        return False
+                return self._fetched_by(one)
+        return None
 
-    def take_ended(self) -> list[int]:
-        """Return the sequences whose fetch has ended since the last call."""
-        ended, self._ended = self._ended, []
+    def take_ended(self) -> dict[int, FetchedTokens]:
+        """Return the sequences whose fetch has ended since the last call, with what has come."""
+        ended, self._ended = self._ended, {}
         return ended
+
+    def _fetched_by(self, one: _Fetch) -> FetchedTokens:
+        size = self._places.run_tokens
+        return FetchedTokens(self._source, one.first * size, (one.first + one.came) * size)
 
     def erase(self, namespace: Namespace, now_s: float) -> None:
         """Drop what is under way into a namespace that is erased, and begin nothing for a while."""
@@ -208,15 +219,15 @@ class PeerFetching:
                 self._outcomes[outcome.why] += 1
                 if self._source == "remote" and not one.is_void:
                     self.pace.record_load(now_s - one.began_s, one.compute_s, now_s)
-                self._ended += one.sequence_ids
+                fetched = self._fetched_by(one)
+                self._ended.update(dict.fromkeys(one.sequence_ids, fetched))
 
-    def stats(self, loaded_blocks: int, loaded_tokens: int, sent: int) -> LevelStats:
+    def stats(self, loaded_tokens: int, sent: int) -> LevelStats:
         """Return the statistics of what peers have brought and got (`sent`); `not_loaded`: fetches
         that ended before all had come, or were not begun, by why."""
         return LevelStats(
             "peer",
             "open",
-            loaded_total=loaded_blocks,
             stored_total=sent,
             fetched_total=self._fetched,
             failed_total=sum(self.misses.values()),
@@ -251,11 +262,12 @@ class PeerFetching:
             places.release(slot)
             return
         self._fetched += 1
+        one.came += 1
         self.pace.record_block(outcome.seconds, one.form)
         node = self._cache.add_run(one.namespace, one.payer, parent, run)
         is_new = node.block < 0 and not node.is_copied
         if node.host is None:
-            places.give(node, slot, outcome.check, source=self._source)
+            places.give(node, slot, outcome.check)
         else:
             places.release(slot)
         limit_at_s = math.inf if outcome.limit_s is None else now_s + outcome.limit_s

@@ -1,4 +1,5 @@
-"""Sharing: what other engines ask of this one's prefixes is copied to host memory and sent.
+"""Sharing: what other engines ask of this one's prefixes is copied to host memory and sent, or
+held on the device while an engine of this host copies it.
 
 Tokens are compared in the tree, never digests. Copies are held while they are sent, a few at a
 time; what only the device has is offloaded shortly before. While sequences run here, all shares
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.cache import PrefixCache
+from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.prefix_tree import Node, whole_runs
 from engine.levels.load_choice import LevelPace
 from engine.levels.offloading import Offloading
@@ -38,13 +39,15 @@ BURST_S: Final = 0.1
 @dataclass(slots=True, eq=False)
 class _Share:
     """`path`: the runs still to send; `asked`: how many of them are to be copied off the device;
-    `unsent`: the slots that are held, in order."""
+    `unsent`: the slots that are held, in order; `lent`: holds the blocks that a reader on this host
+    copies itself."""
 
     format: str
     until_s: float
     path: deque[Node]
     asked: int = 0
     unsent: deque[int] = field(default_factory=deque)
+    lent: BlockTable | None = None
     is_ended: bool = False
 
 
@@ -58,10 +61,12 @@ class Sharing:
         offloading: Offloading,
         view: Callable[[int, int], memoryview],
         pace: LevelPace,
+        pool: bytes = b"",
     ) -> None:
-        """`view` returns the bytes of a slot of a size. `pace`: of copies from host memory."""
+        """`view` returns the bytes of a slot of a size. `pace`: of copies from host memory. `pool`:
+        the handle of this engine's, for engines of its host."""
         self._cache, self._places, self._offloading, self._view = cache, places, offloading, view
-        self._pace, self._now_s = pace, 0.0
+        self._pace, self._pool, self._now_s = pace, pool, 0.0
         self._room = math.inf
         """The bytes that may be sent now; below 0 after a copy that was larger."""
         self._shares: dict[RunReader, _Share] = {}
@@ -80,9 +85,38 @@ class Sharing:
         if len(self._shares) >= SHARES_MAX or len(path) <= wanted.first:
             reader.end("busy" if len(path) > wanted.first else "lacking")
             return
+        if wanted.is_near:
+            self._lend(path, wanted, reader, now_s)
+            return
         share = _Share(wanted.format, now_s + SHARE_S, path=deque(path[wanted.first :]))
         self._shares[reader] = share
         self._send(reader, share, now_s)
+
+    def _lend(self, path: list[Node], wanted: ShareRuns, reader: RunReader, now_s: float) -> None:
+        """Hold the blocks that the device has of a path, and tell a reader on this host which they
+        are. What is committed was written by a step that has been collected."""
+        path = path[: next((i for i, node in enumerate(path) if node.block < 0), len(path))]
+        lent = path[wanted.first :]
+        account = self._cache.moves.account_of(path[0]) if lent else None
+        if account is None:
+            reader.end("lacking")
+            return
+        share = _Share(wanted.format, now_s + SHARE_S, deque(lent))
+        share.lent = self._cache.moves.hold(account, path, now_s)
+        self._shares[reader] = share
+        self.sent += len(lent)
+        limits = [_limit_s(node, now_s) for node in lent]
+        reader.lend(self._pool, [node.block for node in lent], limits)
+
+    def returned(self, reader: RunReader) -> None:
+        """Let go the blocks that a reader has copied; tell it whether they were held till now."""
+        share = self._shares.get(reader)
+        if share is None or share.is_ended:
+            reader.end("late")
+            return
+        share.is_ended = True
+        reader.end("" if share.path[-1].parent is not None else "lacking")  # it was erased
+        self._forget(reader, share)
 
     def told_sent(self, reader: RunReader) -> None:
         """Let go the copy that a reader has held longest: it has left, or the reader has."""
@@ -113,6 +147,8 @@ class Sharing:
         why: str | None = None
         if now_s >= share.until_s:
             why = "late"
+        elif share.lent is not None:
+            return
         while why is None and share.path and len(share.unsent) < UNSENT_MAX and self._room > 0:
             self._copy_ahead(share)
             node = share.path[0]
@@ -153,11 +189,17 @@ class Sharing:
         self._places.hold(place.slot)
         share.unsent.append(place.slot)
         self.sent += 1
-        limit_s = None if node.limit_at_s == math.inf else max(0.0, node.limit_at_s - now_s)
         size = self._places.format_of(place.slot).slot_bytes
         self._room -= size
-        reader.take(place.check, limit_s, self._view(place.slot, size))
+        reader.take(place.check, _limit_s(node, now_s), self._view(place.slot, size))
 
     def _forget(self, reader: RunReader, share: _Share) -> None:
         if share.is_ended and not share.unsent:
             del self._shares[reader]
+            if share.lent is not None:
+                self._cache.moves.unhold(share.lent)
+
+
+def _limit_s(node: Node, now_s: float) -> float | None:
+    """Return the seconds for which a node may be matched; None without a limit."""
+    return None if node.limit_at_s == math.inf else max(0.0, node.limit_at_s - now_s)

@@ -22,11 +22,19 @@ import xxhash
 from engine.api import Clock, Peer
 from engine.client.tls_files import holder_of, tls_context
 from engine.errors import EngineError
-from engine.moves import FetchedRun, FetchRuns, PeerMiss
+from engine.moves import (
+    FetchBlocks,
+    FetchedBlocks,
+    FetchedRun,
+    FetchRuns,
+    NearPools,
+    PeerMiss,
+)
 from engine.protocol import (
     PROTOCOL_VERSION,
     Hello,
     PeerEnd,
+    PeerLent,
     PeerMessage,
     PeerRun,
     PeerWant,
@@ -38,7 +46,7 @@ from engine.protocol import (
 
 FETCHES_MAX: Final = 4
 """Fetches at a time; a further one fails at once."""
-HEAD_BYTES_MAX: Final = 2**16
+HEAD_BYTES_MAX: Final = 2**20
 """Bytes of a frame from another engine; copies follow outside of frames."""
 CLOSE_S: Final = 1.0
 _LENGTH = struct.Struct("<I")
@@ -53,25 +61,31 @@ class PeerFetches:
         tls: Path,
         model_digest: str,
         view: Callable[[int, int], memoryview],
+        pools: NearPools | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`name`: this engine's, in the certificate in the folder `tls`. `view`: a slot's bytes."""
+        """`name`: this engine's, in the certificate in the folder `tls`. `view`: a slot's bytes.
+        `pools`: of this host's engines, for near fetches."""
+        self.pools = pools
         self._name, self._tls, self._model_digest = name, tls, model_digest
         self._view, self._clock = view, clock
         self._lock = threading.Lock()
         self._outcomes: list[FetchedRun] = []
+        self._copied: list[FetchedBlocks] = []
         self._open: dict[int, _Fetch] = {}
 
     def fetch(self, command: FetchRuns) -> None:
         """See `Peers`. Starts a thread."""
         assert command.peer is not None, "shared stores are of the storage process"
-        one = _Fetch(self, command, command.peer)
-        with self._lock:
-            if len(self._open) >= FETCHES_MAX:
+        if not self._begin(_Fetch(self, command, command.peer, self._run)):
+            with self._lock:
                 self._outcomes += [FetchedRun(command.call_id, "busy")] * len(command.slots)
-                return
-            self._open[command.call_id] = one
-        one.thread.start()
+
+    def fetch_blocks(self, command: FetchBlocks) -> None:
+        """See `NearPeers`. Starts a thread."""
+        if not self._begin(_Fetch(self, command, command.peer, self._run_near)):
+            with self._lock:
+                self._copied.append(FetchedBlocks(command.call_id, "busy"))
 
     def stop(self, call_id: int) -> None:
         """See `Peers`."""
@@ -86,6 +100,12 @@ class PeerFetches:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def poll_blocks(self) -> list[FetchedBlocks]:
+        """See `NearPeers`."""
+        with self._lock:
+            outcomes, self._copied = self._copied, []
+        return outcomes
+
     def close(self) -> None:
         """See `Peers`. Waits for the threads, a second at most for all."""
         with self._lock:
@@ -95,33 +115,87 @@ class PeerFetches:
         until_s = self._clock() + CLOSE_S
         for one in threads:
             one.thread.join(max(0.0, until_s - self._clock()))
-
-    # -- called by threads ------------------------------------------------------------------------
-
-    def run(self, one: _Fetch) -> None:
-        """Carry out a fetch; each of its runs gets its outcome."""
-        command, why = one.command, one.read_all(self._open_connection)
-        left = len(command.slots) - one.done
-        with self._lock:
-            self._outcomes += [FetchedRun(command.call_id, why or "lacking")] * left
-            del self._open[command.call_id]
-
-    def came(self, one: _Fetch, run: PeerRun, slot: int, wire: ssl.SSLSocket) -> bool:
-        """Read a copy into its slot; return whether its bytes are right."""
-        began_s = self._clock()
-        content = self._view(slot, one.command.form.slot_bytes)
-        one.receive_into(wire, content)
-        if xxhash.xxh3_128_digest(content) != run.check:
-            return False
-        took_s = self._clock() - began_s
-        outcome = FetchedRun(one.command.call_id, "", run.check, run.limit_s, took_s)
-        with self._lock:
-            self._outcomes.append(outcome)
-        return True
+        if self.pools is not None and not any(one.thread.is_alive() for one in threads):
+            self.pools.close()
 
     def now_s(self) -> float:
         """Return the time by which deadlines count."""
         return self._clock()
+
+    def _begin(self, one: _Fetch) -> bool:
+        with self._lock:
+            if len(self._open) >= FETCHES_MAX:
+                return False
+            self._open[one.command.call_id] = one
+        one.thread.start()
+        return True
+
+    # -- called by threads ------------------------------------------------------------------------
+
+    def _run(self, one: _Fetch) -> None:
+        """Carry out a fetch of copies; each of its runs gets its outcome."""
+        command, done = one.command, 0
+        assert isinstance(command, FetchRuns), "it was begun so"
+
+        def read(wire: ssl.SSLSocket) -> PeerMiss:
+            nonlocal done
+            for slot in command.slots:
+                message = one.read(wire)
+                if not isinstance(message, PeerRun):
+                    return _why(message)
+                if not self._came(one, command, message, slot, wire):
+                    return "damaged"
+                done += 1
+            return ""
+
+        why = one.read_all(self._open_connection, read)
+        with self._lock:
+            left = len(command.slots) - done
+            self._outcomes += [FetchedRun(command.call_id, why or "lacking")] * left
+            del self._open[command.call_id]
+
+    def _came(
+        self, one: _Fetch, command: FetchRuns, run: PeerRun, slot: int, wire: ssl.SSLSocket
+    ) -> bool:
+        """Read a copy into its slot; return whether its bytes are right."""
+        began_s = self._clock()
+        content = self._view(slot, command.form.slot_bytes)
+        one.receive_into(wire, content)
+        if xxhash.xxh3_128_digest(content) != run.check:
+            return False
+        took_s = self._clock() - began_s
+        outcome = FetchedRun(command.call_id, "", run.check, run.limit_s, took_s)
+        with self._lock:
+            self._outcomes.append(outcome)
+        return True
+
+    def _run_near(self, one: _Fetch) -> None:
+        """Carry out a fetch of blocks: read them, then ask whether they were held till then."""
+        command, limits, took_s = one.command, tuple[float | None, ...](), 0.0
+        assert isinstance(command, FetchBlocks), "it was begun so"
+        assert self.pools is not None, "no domain, no near peer"
+        pools = self.pools
+
+        def read(wire: ssl.SSLSocket) -> PeerMiss:
+            nonlocal limits, took_s
+            lent = one.read(wire)
+            if not isinstance(lent, PeerLent):
+                return _why(lent)
+            count = min(len(lent.blocks), len(lent.limits_s), len(command.blocks))
+            began_s = self._clock()
+            pools.read(lent.handle, lent.blocks[:count], command.blocks[:count])
+            took_s = self._clock() - began_s
+            wire.sendall(encode(PeerEnd("")))
+            end = one.read(wire)
+            if not isinstance(end, PeerEnd) or end.why:
+                return _why(end)
+            limits = lent.limits_s[:count]
+            return "" if count == len(command.blocks) else "lacking"
+
+        why = one.read_all(self._open_connection, read)
+        with self._lock:
+            self._copied.append(FetchedBlocks(command.call_id, why, limits, took_s))
+            del self._open[command.call_id]
 
     def _open_connection(self, one: _Fetch, end: socket.socket) -> ssl.SSLSocket:
         """Return a connection that has asked for what is wanted. Raises OSError, EngineError."""
@@ -134,7 +208,7 @@ class PeerFetches:
         tokens = pack_tokens(command.tokens)
         wanted = PeerWant(
             *(self._model_digest, command.namespace, tokens, peer.ticket, command.first),
-            *(command.form.name, command.form.slot_bytes),
+            *(("", 0, True) if isinstance(command, FetchBlocks) else _form_of(command)),
         )
         hello = Hello(PROTOCOL_VERSION, role="peer", name=self._name, wanted=wanted)
         wire.sendall(encode(hello))
@@ -142,11 +216,17 @@ class PeerFetches:
 
 
 class _Fetch:
-    """One fetch, with its thread. `done`: runs that have come."""
+    """One fetch, with its thread, which calls `run`."""
 
-    def __init__(self, owner: PeerFetches, command: FetchRuns, peer: Peer) -> None:
-        self.command, self.peer, self.done = command, peer, 0
-        self.thread = threading.Thread(target=owner.run, args=(self,), name="peer", daemon=True)
+    def __init__(
+        self,
+        owner: PeerFetches,
+        command: FetchRuns | FetchBlocks,
+        peer: Peer,
+        run: Callable[[_Fetch], None],
+    ) -> None:
+        self.command, self.peer = command, peer
+        self.thread = threading.Thread(target=run, args=(self,), name="peer", daemon=True)
         self._owner = owner
         self._until_s = owner.now_s() + command.timeout_s
         self._is_stopped = threading.Event()
@@ -160,9 +240,11 @@ class _Fetch:
                 socket.socket.shutdown(end, socket.SHUT_RDWR)
 
     def read_all(
-        self, open_connection: Callable[[_Fetch, socket.socket], ssl.SSLSocket]
+        self,
+        open_connection: Callable[[_Fetch, socket.socket], ssl.SSLSocket],
+        read: Callable[[ssl.SSLSocket], PeerMiss],
     ) -> PeerMiss:
-        """Read all runs; return why some are missing."""
+        """Open a connection and `read` from it; return why something is missing."""
         try:
             address = self.peer.host, self.peer.port
             with (
@@ -170,10 +252,10 @@ class _Fetch:
                 open_connection(self, end) as wire,
             ):
                 self._end = wire
-                return self._read_runs(wire)
+                return read(wire)
         except TimeoutError:
             why: PeerMiss = "late"
-        except (OSError, EngineError, ValueError):
+        except (OSError, EngineError, ValueError, RuntimeError):  # the last by a device
             why = "lost"
         return "stopped" if self._is_stopped.is_set() else why
 
@@ -186,19 +268,8 @@ class _Fetch:
                 raise ConnectionError("the connection has ended")
             view = view[count:]
 
-    def _read_runs(self, wire: ssl.SSLSocket) -> PeerMiss:
-        for slot in self.command.slots:
-            message = self._read(wire)
-            if isinstance(message, Rejected):
-                return "refused"
-            if isinstance(message, PeerEnd):
-                return "busy" if message.why == "busy" else "lacking"
-            if not self._owner.came(self, message, slot, wire):
-                return "damaged"
-            self.done += 1
-        return ""
-
-    def _read(self, wire: ssl.SSLSocket) -> PeerMessage:
+    def read(self, wire: ssl.SSLSocket) -> PeerMessage:
+        """Return the next message. Raises OSError, TimeoutError, EngineError."""
         size = bytearray(_LENGTH.size)
         self.receive_into(wire, memoryview(size))
         (length,) = _LENGTH.unpack(size)
@@ -213,3 +284,14 @@ class _Fetch:
         if left_s <= 0 or self._is_stopped.is_set():
             raise TimeoutError
         return left_s
+
+
+def _why(message: PeerMessage) -> PeerMiss:
+    """Return why nothing more comes, by the message that came instead."""
+    if isinstance(message, PeerEnd):
+        return "busy" if message.why == "busy" else "lacking"
+    return "refused" if isinstance(message, Rejected) else "lost"
+
+
+def _form_of(command: FetchRuns) -> tuple[str, int]:
+    return command.form.name, command.form.slot_bytes

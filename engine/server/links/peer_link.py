@@ -7,7 +7,7 @@ by copy. What a slow reader has not taken stays held, within the bounds of a sha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from engine.api import EngineInfo
@@ -15,7 +15,7 @@ from engine.client.peer_tickets import is_valid_ticket
 from engine.client.tls_wire import TlsWire
 from engine.core.core import Core
 from engine.moves import RunReader, ShareRuns
-from engine.protocol import Hello, PeerEnd, PeerRun, encode, unpack_tokens
+from engine.protocol import Hello, PeerEnd, PeerLent, PeerRun, encode, unpack_tokens
 from engine.server.links.gateway_link import call_in_loop
 from engine.server.service import EngineService
 
@@ -46,7 +46,7 @@ class PeerLink:
         self._loop = asyncio.get_running_loop()
         self._service, self._wire = service, wire
         self._unread = 0
-        wire.follow(lambda frame: None, self._on_end, self._on_sent)
+        wire.follow(self._on_frame, self._on_end, self._on_sent)
 
     def close(self) -> None:
         """Let go what is held. Safe to repeat."""
@@ -56,9 +56,8 @@ class PeerLink:
         """Have what is wanted sent."""
         wanted = hello.wanted
         assert wanted is not None, "it was not refused"
-        what = ShareRuns(
-            wanted.namespace, unpack_tokens(wanted.token_ids), wanted.first, wanted.format
-        )
+        tokens, how = unpack_tokens(wanted.token_ids), (wanted.format, wanted.is_near)
+        what = ShareRuns(wanted.namespace, tokens, wanted.first, *how)
         self._service.call(lambda core: begin_share(core, what, self))
 
     # -- `RunReader`, in the engine's thread ----------------------------------------------------
@@ -66,6 +65,11 @@ class PeerLink:
     def take(self, check: bytes, limit_s: float | None, content: memoryview) -> None:
         """See `RunReader`."""
         call_in_loop(self._loop, partial(self._write, PeerRun(check, limit_s), content))
+
+    def lend(self, pool: bytes, blocks: Sequence[int], limits_s: Sequence[float | None]) -> None:
+        """See `RunReader`."""
+        lent = PeerLent(pool, tuple(blocks), tuple(limits_s))
+        call_in_loop(self._loop, partial(self._send, encode(lent)))
 
     def end(self, why: str) -> None:
         """See `RunReader`."""
@@ -82,6 +86,10 @@ class PeerLink:
     def _send(self, data: bytes) -> None:
         if not self.ended.is_set():
             self._wire.send(data)
+
+    def _on_frame(self, frame: bytes) -> None:
+        """Take the only message behind the Hello: it has read what was lent."""
+        self._service.call(partial(_returned, self))
 
     def _on_sent(self) -> None:
         unread, self._unread = self._unread, 0
@@ -108,6 +116,11 @@ def _told_sent(reader: RunReader, count: int, core: Core) -> None:
     if core.levels is not None and core.levels.sharing is not None:
         for _ in range(count):
             core.levels.sharing.told_sent(reader)
+
+
+def _returned(reader: RunReader, core: Core) -> None:
+    if core.levels is not None and core.levels.sharing is not None:
+        core.levels.sharing.returned(reader)
 
 
 def _leave(reader: RunReader, core: Core) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from engine.api import CacheGrant, Quota, Request, Sampling
 from engine.levels.peers.sharing import RUNNING_PART
@@ -21,10 +22,14 @@ class Reader:
     def __init__(self) -> None:
         self.came = self.unsent = 0
         self.why: str | None = None
+        self.lent = list[int]()
 
     def take(self, check: bytes, limit_s: float | None, content: memoryview) -> None:
         self.came += 1
         self.unsent += 1
+
+    def lend(self, pool: bytes, blocks: Sequence[int], limits_s: Sequence[float | None]) -> None:
+        self.lent += blocks
 
     def end(self, why: str) -> None:
         self.why = why

@@ -88,6 +88,17 @@ def test_a_slow_link_parts_nothing() -> None:
     assert went(choose(LONG, states, {}))[0] == ""
 
 
+def test_a_pair_on_one_host_is_predicted_by_the_pace_of_its_pools() -> None:
+    """From another host the same link would be too slow."""
+    states = fleet("prefill", "decode", rows=8, peer_bytes_per_s=1e6, near_bytes_per_s=1e11)
+    for state in states:
+        state.pool_domain = "host"
+
+    assert went(choose(LONG, states, {})) == ("e0", "e1")
+    states[0].pool_domain = "another host"
+    assert went(choose(LONG, states, {}))[0] == ""
+
+
 def test_replicas_that_do_not_fetch_part_nothing() -> None:
     """As with models that have window groups."""
     states = fleet("prefill", "decode", rows=8, peer_bytes_per_s=0.0)
@@ -107,7 +118,9 @@ def test_the_best_pair_is_the_best_of_all_pairs(
 ) -> None:
     """As long as there are no more of them than are looked at; else it is one of them."""
     one = [PromptSide(f"e{p[0]}", p[1], p[2]) for p in {p[0]: p for p in prompts}.values()]
-    other = [AnswerSide(f"e{name}", *more) for name, *more in {a[0]: a for a in answers}.values()]
+    other = [
+        AnswerSide(f"e{a[0]}", a[1], a[2], a[3], a[4]) for a in {a[0]: a for a in answers}.values()
+    ]
     each = [
         pair
         for p in one

@@ -186,6 +186,23 @@ def test_a_prefix_is_fetched_where_that_is_faster_by_a_fifth() -> None:
     assert choose(REQUEST, drains, found).costs[0].peer == "e0", "it takes no requests, and sends"
 
 
+def test_a_prefix_is_fetched_from_the_same_host_although_another_one_has_more() -> None:
+    """Reading a pool takes a thousandth of the time; where all are far, more is better."""
+    found = {1: Found(device=4000), 2: Found(device=3840)}
+    rates: dict[str, Any] = {"peer_bytes_per_s": 1e8, "near_bytes_per_s": 1e11}
+    states = [replica(n, waiting_tokens=50_000 if n else 0, **rates) for n in range(3)]
+    for state, domain in zip(states, ("host", "other", "host"), strict=True):
+        state.pool_domain = domain
+    near = choose(REQUEST, states, found).cost
+    states[2].pool_domain = "third"
+    far = choose(REQUEST, states, found).cost
+
+    assert near is not None
+    assert far is not None
+    assert (near.replica, near.peer, near.peer_tokens) == ("e0", "e2", 3840)
+    assert (far.replica, far.peer, far.peer_tokens) == ("e0", "e1", 4000)
+
+
 def test_a_promise_goes_where_there_is_room_and_most_of_it() -> None:
     """All gateways find the same home, whoever asks."""
     many = [replica(n, promisable_blocks=64 if n else 0) for n in range(4)]

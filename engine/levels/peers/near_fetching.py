@@ -1,0 +1,200 @@
+"""Near fetches: prefixes that an engine of this host has on its device, copied into blocks of this
+one's pool.
+
+What has come is committed as if a request had computed it: the one that waited finds it on the
+device. The blocks belong to a block table until then, which pins what comes before them, too. Those
+who want what is on its way wait for it. The other engine says at the end whether it held what was
+read all the time; if not, nothing counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from engine.api import CacheGrant, Namespace, Peer
+from engine.cache import BlockTable, PrefixCache
+from engine.cache.tree.prefix_tree import common_prefix_length
+from engine.levels.level_use import FetchedTokens
+from engine.levels.load_choice import LevelPace
+from engine.levels.peers.fetching import FETCH_S_MAX, FETCH_S_MIN, GRACE_S
+from engine.moves import FetchBlocks, FetchedBlocks, NearPeers, NearPools, PeerMiss
+from engine.statistics import LevelStats
+
+
+class Waiting(NamedTuple):
+    """A request that waits for a fetch, and what another way of fetching needs to know of it."""
+
+    sequence_id: int
+    grant: CacheGrant
+    tokens: Sequence[int]
+    peer: Peer
+
+
+class Ended(NamedTuple):
+    """A request whose fetch has ended, and what it has put on the device. `left_s`: for another
+    fetch, where this peer had nothing on its device, else 0."""
+
+    waiting: Waiting
+    fetched: FetchedTokens
+    left_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A fetch that has not ended. `table`: of the blocks that it fills; `after_step`: it fills them
+    only when this step has been collected, since a step in flight may still write to their former
+    owner; None until the first turn. `until_s`: its deadline."""
+
+    command: FetchBlocks
+    table: BlockTable
+    waiting: list[Waiting]
+    until_s: float
+    after_step: int | None = None
+    is_sent: bool = False
+    is_void: bool = False
+
+
+class NearFetching:
+    """All near fetches of one engine. `pace`: the measured one; `misses`: fetches that brought
+    nothing, by why; `fetched`: runs that came, `tokens`: theirs."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        peers: NearPeers,
+        pools: NearPools,
+        next_id: Callable[[], int],
+        tokens_min: int,
+        block_bytes: int,
+    ) -> None:
+        """`tokens_min`: the least tokens for which a peer is asked."""
+        self._cache, self._peers = cache, peers
+        self._next_id, self._tokens_min = next_id, tokens_min
+        self.pace = LevelPace("peer", [block_bytes], bytes_per_s=pools.bytes_per_s)
+        self.domain = pools.domain
+        self.misses = Counter[PeerMiss]()
+        self.fetched = self.ended_total = 0
+        self._open: dict[int, _Fetch] = {}
+        self._ended: list[Ended] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(
+        self,
+        waiting: Waiting,
+        known: int,
+        compute_s: float,
+        now_s: float,
+    ) -> float:
+        """Begin to fetch what a peer has of a request's tokens; return the seconds that it is worth
+        waiting for, 0 where nothing is begun. `known`: whole runs that some level here has;
+        `compute_s`: predicted seconds to compute the rest. O(runs).
+        """
+        _, grant, tokens, peer = waiting
+        size, namespace = self._cache.block_size, grant.namespace
+        runs = min(peer.tokens, len(tokens) - 1) // size
+        if (runs - known) * size < self._tokens_min or not (grant.read and grant.write):
+            return 0.0
+        timeout_s = min(FETCH_S_MAX, max(FETCH_S_MIN, compute_s))
+        wanted = tuple(tokens[: runs * size])
+        if (other := self._bringing(namespace, wanted, known * size)) is not None:
+            other.waiting.append(waiting)
+            return min(timeout_s, other.until_s - now_s) + GRACE_S
+        table = self._cache.fills.begin(namespace, grant.quota, wanted, now_s)
+        if table is None:
+            return 0.0
+        call_id, first = self._next_id(), table.committed
+        asked = tuple(tokens[: peer.tokens])  # as its ticket has them
+        what = namespace, asked, first, tuple(table.blocks[first:]), timeout_s
+        command = FetchBlocks(call_id, peer, *what)
+        self._open[call_id] = _Fetch(command, table, [waiting], now_s + timeout_s)
+        return timeout_s + GRACE_S
+
+    def leave(self, sequence_id: int) -> bool:
+        """Stop the fetch of a sequence that does not wait any more, unless others wait for it;
+        return whether it had one."""
+        for call_id, one in self._open.items():
+            left = [other for other in one.waiting if other.sequence_id != sequence_id]
+            if len(left) < len(one.waiting):
+                one.waiting = left
+                if not left:
+                    self._peers.stop(call_id)
+                return True
+        return False
+
+    def take_ended(self) -> list[Ended]:
+        """Return the requests whose fetch has ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def erase(self, namespace: Namespace) -> None:
+        """Let nothing count that is under way into a namespace of which something is erased."""
+        for call_id, one in self._open.items():
+            if one.command.namespace == namespace:
+                one.is_void = True
+                self._peers.stop(call_id)
+
+    def turn(self, now_s: float, launched: int, collected: int) -> None:
+        """Commit what has come, and begin to copy into blocks that no step in flight writes to.
+        `launched`, `collected`: the last steps that were. O(these)."""
+        for one in self._open.values():
+            if one.after_step is None:
+                one.after_step = launched
+            if not one.is_sent and collected >= one.after_step:
+                one.is_sent = True
+                self._peers.fetch_blocks(one.command)
+                if one.is_void or not one.waiting:
+                    self._peers.stop(one.command.call_id)
+        for outcome in self._peers.poll_blocks():
+            self._end(self._open.pop(outcome.call_id), outcome, now_s)
+
+    def add_to(self, stats: LevelStats) -> LevelStats:
+        """Return the statistics of peers with what came by near fetches: it is on the device."""
+        misses = {why: count for why, count in self.misses.items() if why}
+        return replace(
+            stats,
+            loaded_total=stats.loaded_total + self.fetched,
+            failed_total=stats.failed_total + sum(misses.values()),
+            bytes_per_s=self.pace.bytes_per_s if self.fetched else stats.bytes_per_s,
+            chosen_total=stats.chosen_total + self.ended_total,
+            not_loaded=dict(Counter(stats.not_loaded) + Counter(misses)),
+        )
+
+    def _bringing(self, namespace: Namespace, wanted: Sequence[int], known: int) -> _Fetch | None:
+        """Return the fetch under way that is about to bring at least half of what is wanted behind
+        the first `known` tokens; None without one. O(fetches + tokens)."""
+        for one in self._open.values():
+            if one.command.namespace == namespace and one.waiting and not one.is_void:
+                shared = common_prefix_length(one.command.tokens, wanted)
+                if 2 * (shared - known) >= len(wanted) - known:
+                    return one
+        return None
+
+    def _end(self, one: _Fetch, outcome: FetchedBlocks, now_s: float) -> None:
+        """Commit what a fetch has brought, and let the rest of its blocks go."""
+        cache, table, first = self._cache, one.table, one.command.first
+        is_void = one.is_void or not one.waiting  # who has left is billed for a hit as its own
+        limits_s = () if is_void else outcome.limits_s
+        why: PeerMiss = "stopped" if is_void else outcome.why
+        came, left_s = len(limits_s), 0.0
+        if came:
+            self.fetched += came
+            self.pace.record_block(outcome.seconds / came)
+            limits = [math.inf if limit is None else now_s + limit for limit in limits_s]
+            cache.fills.commit(table, one.command.tokens, limits, now_s)
+        elif why == "lacking":
+            left_s = max(0.0, one.until_s - now_s)
+        if not left_s:  # else its copies are asked for, and counted
+            self.ended_total += 1
+            self.misses[why] += 1
+        size = cache.block_size
+        fetched = FetchedTokens("peer", first * size, (first + came) * size)
+        self._ended += [Ended(waiting, fetched, left_s) for waiting in one.waiting]
+        cache.release(table, one.command.tokens, now_s, keep=False)
