@@ -128,6 +128,15 @@ class EngineProcesses:
         raise TimeoutError(f"not all of {self._count} engines were ready after {timeout_s} s")
 
 
+def moved(admin_url: str) -> dict[str, str]:
+    """Return what a process of the gateway says of prompts apart and of fetches."""
+    with urllib.request.urlopen(f"{admin_url}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    words = "apart", 'level="peer"'
+    found = (one.rsplit(" ", 1) for one in lines if any(word in one for word in words))
+    return {name: value for name, value in found if not name.startswith("#")}
+
+
 def gateway_pids(server: int, processes: int) -> list[int]:
     """Return the ids of a gateway's processes, without those of ledger and analytics. `server`: the
     one process, or the keeper of several."""

@@ -34,7 +34,7 @@ import aiohttp
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import Architecture, ModelCard, load_card
 from gateway.cli.database import connect, open_store
 from gateway.cli.serve import serve as serve_models
@@ -111,7 +111,7 @@ def config_of(data: Path, options: argparse.Namespace) -> Config:
         server=ServerConfig(listen=f"127.0.0.1:{PORT}", processes=options.processes),
         admin=AdminConfig(listen=f"127.0.0.1:{ADMIN_PORT + (options.process or 0)}"),
         tenancy=TenancyConfig(database=options.database),
-        fleet=FleetConfig(shared=options.shared),
+        fleet=FleetConfig(shared=options.shared, prompts_apart="auto" if options.apart else "off"),
         limits=LimitsConfig(requests_per_tenant_max=8_192),
         log=LogConfig(requests=False),
         engine=EngineConfig(
@@ -123,6 +123,8 @@ def config_of(data: Path, options: argparse.Namespace) -> Config:
             sequences_max=options.sequences,
             queue_tokens_max=10_000_000,
             gap_target_shared_ms=options.gap_target_shared_ms,
+            levels=LevelsConfig(host_mib=options.host_mib),
+            role=("decode" if number else "prefill") if options.apart else "any",
         ),
     )
 
@@ -333,6 +335,8 @@ def measure(options: argparse.Namespace, results: Results) -> None:
             *("--replicas", str(options.replicas)),
             *("--processes", str(options.processes)),
             *("--gap-target-shared-ms", str(options.gap_target_shared_ms)),
+            *("--host-mib", str(options.host_mib)),
+            *(["--apart"] if options.apart else []),
         ]
         started = time.perf_counter()
         keys = write_keys(config_of(data, options))
@@ -347,6 +351,8 @@ def measure(options: argparse.Namespace, results: Results) -> None:
         names = options.only.split(",")
         drive(clients, [work for work in WORKLOADS if work.name in names], "W5" in names, results)
         drive_open_loop(clients, options, results)
+        if options.replicas:
+            results.add(gpu_fleet.moved(f"http://127.0.0.1:{ADMIN_PORT}"))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -364,6 +370,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--gpus", default="", help="the GPUs of the engine, with commas")
     parser.add_argument("--replicas", type=int, default=0, help="engines elsewhere, a GPU each")
+    parser.add_argument("--host-mib", type=int, default=0, help="needed for fetches")
+    parser.add_argument("--apart", action="store_true", help="prompts on the first replica")
     parser.add_argument("--processes", type=int, default=1, help="of the gateway; needs replicas")
     parser.add_argument("--gap-target-shared-ms", type=float, default=0.0)
     for name, kind in (("serve", Path), ("engine", int), ("process", int)):
