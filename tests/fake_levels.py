@@ -278,10 +278,10 @@ class FakeKeptSlots:
     `is_shared`: a process of the engine before still uses the slots.
     """
 
-    def __init__(self, slots: int, boot_s: Callable[[], float]) -> None:
+    def __init__(self, slots: int, later_s: Callable[[], float]) -> None:
         self.memory = KillableMemory(table_bytes(slots))
         self.table = SlotTable(self.memory, slots)
-        self.boot_s = boot_s
+        self.later_s = later_s
         self.generation = 0
         self.is_new = True
         self.is_shared = False
@@ -476,7 +476,7 @@ class LevelsBelow:
         outlives: dict[str, Any] = {}
         if self.is_kept:
             if self.kept is None:
-                self.kept = FakeKeptSlots(self.memory.layout.slots, self.boot_s)
+                self.kept = FakeKeptSlots(self.memory.layout.slots, self.later_s)
             self.kept.start(self.memory, before)
             outlives = {"wipe": self.kept.wipe, "kept": self.kept, "now_s": self.now_s()}
         self.levels = Levels(cache, config, self.memory, self.storage, **outlives)
@@ -507,9 +507,9 @@ class LevelsBelow:
         """Return the disk's present instant."""
         return self.now_s()
 
-    def boot_s(self) -> float:
-        """Return the instant of the machine's boot clock."""
-        return self.now_s() + BOOT_S
+    def later_s(self) -> float:
+        """Return by how much the machine's boot clock is ahead."""
+        return BOOT_S
 
 
 def digest(content: Content) -> bytes:

@@ -44,15 +44,16 @@ class CopyNotes:
         self,
         table: SlotTable,
         generation: int,
-        boot_s: Callable[[], float],
+        boot_later_s: Callable[[], float],
         terms_of: Callable[[Namespace], tuple[Fidelity, AtRest]],
         payer_of: Callable[[int], Payer],
         formats: Sequence[SlotFormat],
     ) -> None:
-        """`terms_of`: the fidelity of a namespace, and how far its copies may go. `payer_of`: who
-        pays for a slot in use."""
+        """`boot_later_s`: by how much the boot clock is ahead of the engine's. `terms_of`: the
+        fidelity of a namespace, and how far its copies may go. `payer_of`: who pays for a slot in
+        use."""
         self._table = table
-        self._boot_s = boot_s
+        self._boot_later_s = boot_later_s
         self._terms_of, self._payer_of, self._formats = terms_of, payer_of, formats
         self._serials = [0] * table.slots
         self._last = generation << SERIAL_BITS
@@ -65,9 +66,11 @@ class CopyNotes:
         """Return the copies whose notes are not written yet."""
         return len(self._changed)
 
-    def set_time(self, now_s: float) -> None:
-        """Note what the boot clock says at `now_s`: instants of copies are noted by it."""
-        self._later_s = self._boot_s() - now_s
+    def set_time(self) -> None:
+        """Note what the boot clock says: instants of copies are noted by it. Not by a reading of it
+        beside a turn's `now_s`, which is older by as much as the turn has taken until then: notes
+        of two turns would differ by that."""
+        self._later_s = self._boot_later_s()
 
     def off_boot_clock(self, at_s: float) -> float:
         """Return the instant of this engine's clock."""

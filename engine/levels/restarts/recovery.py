@@ -36,13 +36,13 @@ class KeptSlots(Protocol):
     """Host memory that outlives the engine: `KeptMemory` of `engine.storage.memory`, or a fake.
 
     `generation`: this engine's number among those that had it. `is_new`: no slot was ever filled.
-    `boot_s`: the boot clock.
+    `later_s`: by how many seconds the boot clock is ahead of the engine's.
     """
 
     table: SlotTable
     generation: int
     is_new: bool
-    boot_s: Callable[[], float]
+    later_s: Callable[[], float]
 
     def is_alone(self) -> bool:
         """Return whether no process of an earlier engine reads or writes slots any more."""
@@ -76,7 +76,7 @@ class Recovery:
         places.notes = self._notes = CopyNotes(
             table,
             kept.generation,
-            kept.boot_s,
+            kept.later_s,
             places.formats.terms_of,
             places.accounts.payer_of,
             places.formats.formats,
@@ -103,7 +103,7 @@ class Recovery:
             places.formats.allow(namespace, fidelity)
         if not kept.is_new:
             places.remains.soil_free()
-        self._notes.set_time(now_s)
+        self._notes.set_time()
         places.accounts.is_closed = not kept.is_alone()
 
     @property
@@ -113,7 +113,7 @@ class Recovery:
 
     def turn(self, now_s: float) -> bool:
         """Go on with what the engine before has left; return whether there was any."""
-        self._notes.set_time(now_s)
+        self._notes.set_time()
         accounts = self._places.accounts
         if accounts.is_closed:
             accounts.is_closed = not self._kept.is_alone()

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 
 import pytest
 
 from engine.client.host_memory import SHORT_LIVES_MAX, STEADY_S, HostMemoryFiles
 from engine.moves import SlotLayout
+from engine.storage.memory import kept_memory
 from engine.storage.memory.kept_memory import KeptMemory
 from engine.storage.memory.slot_table import SlotEntry
 
@@ -131,3 +133,27 @@ def test_memory_that_cannot_be_had_closes_both_files(files: HostMemoryFiles) -> 
     for fd in (arena_fd, table_fd):
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(fd)
+
+
+class PausingTime:
+    """The clocks of a machine on which reading one takes as long as `pauses` says."""
+
+    CLOCK_BOOTTIME = 7
+    AHEAD_S = 500.0
+
+    def __init__(self, pauses: Iterator[float]) -> None:
+        self._pauses, self._now_s = pauses, 100.0
+
+    def monotonic(self) -> float:
+        self._now_s += next(self._pauses)
+        return self._now_s
+
+    def clock_gettime(self, clock: int) -> float:
+        return self.monotonic() + self.AHEAD_S
+
+
+def test_the_boot_clock_is_read_beside_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause between two readings is no time by which one is ahead: notes would seem too long."""
+    pauses = chain((0.0, 0.25, 0.0, 0.0, 0.0, 0.5), repeat(0.0))
+    monkeypatch.setattr(kept_memory, "time", PausingTime(pauses))
+    assert kept_memory.boot_later_s() == PausingTime.AHEAD_S
