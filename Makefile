@@ -119,6 +119,7 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m tests.bench.gpu_trees
 	$(BIN)/python -m tests.bench.gpu_moves
 	$(BIN)/python -m tests.bench.gpu_near
+	$(BIN)/python -m tests.bench.gpu_drain
 	$(BIN)/python -m tests.bench.gpu_levels
 	$(BIN)/python -m tests.bench.gpu_mixed --only check,start,steps,traffic,cold
 	$(BIN)/python -m tests.bench.gpu_http --rates 20,50,100,150 --mixture 40,80 --cold

@@ -22,7 +22,7 @@ from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.prefix_tree import common_prefix_length
 from engine.levels.level_use import FetchedTokens
 from engine.levels.load_choice import LevelPace
-from engine.levels.peers.fetching import FETCH_S_MAX, FETCH_S_MIN, GRACE_S
+from engine.levels.peers.fetching import FETCH_S_MAX, FETCH_S_MIN
 from engine.moves import FetchBlocks, FetchedBlocks, NearPeers, NearPools, PeerMiss
 from engine.statistics import LevelStats
 
@@ -49,12 +49,12 @@ class Ended(NamedTuple):
 class _Fetch:
     """A fetch that has not ended. `table`: of the blocks that it fills; `after_step`: it fills them
     only when this step has been collected, since a step in flight may still write to their former
-    owner; None until the first turn. `until_s`: its deadline."""
+    owner; None until the first turn. `until_s`: its deadline, from when it has begun."""
 
     command: FetchBlocks
     table: BlockTable
     waiting: list[Waiting]
-    until_s: float
+    until_s: float = math.inf
     after_step: int | None = None
     is_sent: bool = False
     is_void: bool = False
@@ -93,9 +93,10 @@ class NearFetching:
         compute_s: float,
         now_s: float,
     ) -> float:
-        """Begin to fetch what a peer has of a request's tokens; return the seconds that it is worth
-        waiting for, 0 where nothing is begun. `known`: whole runs that some level here has;
-        `compute_s`: predicted seconds to compute the rest. O(runs).
+        """Begin to fetch what a peer has of a request's tokens; return the seconds within which it
+        ends, 0 where nothing is begun. It ends itself after `compute_s`, the predicted seconds to
+        compute the rest, from when no step in flight is in its way: nor could the request compute
+        before that. `known`: whole runs that some level here has. O(runs).
         """
         _, grant, tokens, peer = waiting
         size, namespace = self._cache.block_size, grant.namespace
@@ -106,7 +107,7 @@ class NearFetching:
         wanted = tuple(tokens[: runs * size])
         if (other := self._bringing(namespace, wanted, known * size)) is not None:
             other.waiting.append(waiting)
-            return min(timeout_s, other.until_s - now_s) + GRACE_S
+            return FETCH_S_MAX + timeout_s
         table = self._cache.fills.begin(namespace, grant.quota, wanted, now_s)
         if table is None:
             return 0.0
@@ -114,8 +115,8 @@ class NearFetching:
         asked = tuple(tokens[: peer.tokens])  # as its ticket has them
         what = namespace, asked, first, tuple(table.blocks[first:]), timeout_s
         command = FetchBlocks(call_id, peer, *what)
-        self._open[call_id] = _Fetch(command, table, [waiting], now_s + timeout_s)
-        return timeout_s + GRACE_S
+        self._open[call_id] = _Fetch(command, table, [waiting])
+        return FETCH_S_MAX + timeout_s
 
     def leave(self, sequence_id: int) -> bool:
         """Stop the fetch of a sequence that does not wait any more, unless others wait for it;
@@ -148,7 +149,7 @@ class NearFetching:
             if one.after_step is None:
                 one.after_step = launched
             if not one.is_sent and collected >= one.after_step:
-                one.is_sent = True
+                one.is_sent, one.until_s = True, now_s + one.command.timeout_s
                 self._peers.fetch_blocks(one.command)
                 if one.is_void or not one.waiting:
                     self._peers.stop(one.command.call_id)

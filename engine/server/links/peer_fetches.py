@@ -45,7 +45,7 @@ from engine.protocol import (
 )
 
 FETCHES_MAX: Final = 4
-"""Fetches at a time; a further one fails at once."""
+"""Fetches at a time; a further one of copies fails at once, one of blocks waits."""
 HEAD_BYTES_MAX: Final = 2**20
 """Bytes of a frame from another engine; copies follow outside of frames."""
 CLOSE_S: Final = 1.0
@@ -73,6 +73,7 @@ class PeerFetches:
         self._outcomes: list[FetchedRun] = []
         self._copied: list[FetchedBlocks] = []
         self._open: dict[int, _Fetch] = {}
+        self._queued: dict[int, _Fetch] = {}
 
     def fetch(self, command: FetchRuns) -> None:
         """See `Peers`. Starts a thread."""
@@ -82,15 +83,16 @@ class PeerFetches:
                 self._outcomes += [FetchedRun(command.call_id, "busy")] * len(command.slots)
 
     def fetch_blocks(self, command: FetchBlocks) -> None:
-        """See `NearPeers`. Starts a thread."""
-        if not self._begin(_Fetch(self, command, command.peer, self._run_near)):
-            with self._lock:
-                self._copied.append(FetchedBlocks(command.call_id, "busy"))
+        """See `NearPeers`. Starts a thread, at once or when another fetch has ended: these are
+        short."""
+        with self._lock:
+            self._queued[command.call_id] = _Fetch(self, command, command.peer, self._run_near)
+        self._begin_next()
 
     def stop(self, call_id: int) -> None:
         """See `Peers`."""
         with self._lock:
-            one = self._open.get(call_id)
+            one = self._open.get(call_id) or self._queued.get(call_id)
         if one is not None:
             one.stop()
 
@@ -110,6 +112,7 @@ class PeerFetches:
         """See `Peers`. Waits for the threads, a second at most for all."""
         with self._lock:
             threads = list(self._open.values())
+            self._queued.clear()
         for one in threads:
             one.stop()
         until_s = self._clock() + CLOSE_S
@@ -121,6 +124,15 @@ class PeerFetches:
     def now_s(self) -> float:
         """Return the time by which deadlines count."""
         return self._clock()
+
+    def _begin_next(self) -> None:
+        """Begin the fetch that has waited longest, if there is room."""
+        with self._lock:
+            call_id, one = next(iter(self._queued.items()), (0, None))
+            if one is None or len(self._open) >= FETCHES_MAX:
+                return
+            self._open[call_id] = self._queued.pop(call_id)
+        one.thread.start()
 
     def _begin(self, one: _Fetch) -> bool:
         with self._lock:
@@ -153,6 +165,7 @@ class PeerFetches:
             left = len(command.slots) - done
             self._outcomes += [FetchedRun(command.call_id, why or "lacking")] * left
             del self._open[command.call_id]
+        self._begin_next()
 
     def _came(
         self, one: _Fetch, command: FetchRuns, run: PeerRun, slot: int, wire: ssl.SSLSocket
@@ -196,6 +209,7 @@ class PeerFetches:
         with self._lock:
             self._copied.append(FetchedBlocks(command.call_id, why, limits, took_s))
             del self._open[command.call_id]
+        self._begin_next()
 
     def _open_connection(self, one: _Fetch, end: socket.socket) -> ssl.SSLSocket:
         """Return a connection that has asked for what is wanted. Raises OSError, EngineError."""

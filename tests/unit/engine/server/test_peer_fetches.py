@@ -6,7 +6,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -14,8 +14,8 @@ import xxhash
 
 from engine.api import Peer
 from engine.client.tls_files import tls_context
-from engine.moves import FetchedRun, FetchRuns, SlotFormat
-from engine.protocol import PeerEnd, PeerRun, Rejected, encode
+from engine.moves import FetchBlocks, FetchedBlocks, FetchedRun, FetchRuns, SlotFormat
+from engine.protocol import PeerEnd, PeerLent, PeerRun, Rejected, encode, read_peer
 from engine.server.links.peer_fetches import FETCHES_MAX, PeerFetches
 from tests.unit.engine.server.fleet_certificates import certificate
 
@@ -64,15 +64,34 @@ class Source:
         self._thread.join(DEADLINE_S)
 
 
-class Reader:
-    """Fetches into slots of plain memory."""
+class Pools:
+    """`NearPools` that notes what is read. `error`: raised by each read."""
+
+    domain, handle, bytes_per_s = "host", b"own", 1e9
+    error: Exception | None = None
 
     def __init__(self) -> None:
+        self.reads: list[tuple[bytes, list[int], list[int]]] = []
+
+    def read(self, handle: bytes, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.reads.append((handle, list(theirs), list(ours)))
+
+    def close(self) -> None: ...
+
+
+class Reader:
+    """Fetches into slots of plain memory, and into blocks that are only noted."""
+
+    def __init__(self) -> None:
+        self.pools = Pools()
         self.memory = bytearray(10 * BYTES)
         view = memoryview(self.memory)
         self.fetches = PeerFetches(
             *("e1", certificate("engine/e1"), "digest"),
             lambda slot, size: view[slot * BYTES : slot * BYTES + size],
+            self.pools,
         )
 
     def fetch(self, port: int, call_id: int = 1, timeout_s: float = DEADLINE_S) -> None:
@@ -85,6 +104,18 @@ class Reader:
         found: list[FetchedRun] = []
         while len(found) < count:
             found += self.fetches.poll()
+        return found
+
+    def fetch_blocks(self, port: int, call_id: int = 1) -> None:
+        peer = Peer("e0", "127.0.0.1", port, len(TOKENS), b"ticket", is_near=True)
+        what = call_id, peer, b"n", TOKENS, 1, (4, 5, 6), DEADLINE_S
+        self.fetches.fetch_blocks(FetchBlocks(*what))
+
+    def copied(self, count: int = 1) -> list[FetchedBlocks]:
+        """Return so many outcomes of blocks, once they have come."""
+        found: list[FetchedBlocks] = []
+        while len(found) < count:
+            found += self.fetches.poll_blocks()
         return found
 
     def slot(self, slot: int) -> bytes:
@@ -173,3 +204,79 @@ def test_only_so_many_fetches_run_at_a_time(source_of: Callable[..., Source]) ->
     assert {(one.call_id, one.why) for one in reader.outcomes()} == {(FETCHES_MAX, "busy")}
     reader.fetches.close()
     assert len(reader.outcomes(FETCHES_MAX * len(SLOTS))) == FETCHES_MAX * len(SLOTS)
+
+
+LENT = encode(PeerLent(b"theirs", (9, 8, 7), (None, 2.0, 1.0)))
+
+
+def lends(end: bytes, lent: bytes = LENT, heard: list[object] | None = None) -> Serve:
+    """Lend blocks, and say so much when the reader has returned them."""
+
+    def serve(wire: ssl.SSLSocket) -> None:
+        wire.sendall(lent)
+        (size,) = struct.unpack("<I", wire.recv(4))
+        message = read_peer(wire.recv(size))
+        if heard is not None:
+            heard.append(message)
+        wire.sendall(end)
+
+    return serve
+
+
+def test_blocks_count_once_the_source_has_said_that_it_held_them(
+    source_of: Callable[..., Source],
+) -> None:
+    """It is told when they were read; each has its limit. Fewer are a part."""
+    reader, heard = Reader(), list[object]()
+    reader.fetch_blocks(source_of(lends(encode(PeerEnd("")), heard=heard)).port)
+    (whole,) = reader.copied()
+    assert (whole.why, whole.limits_s, heard) == ("", (None, 2.0, 1.0), [PeerEnd("")])
+    assert reader.pools.reads == [(b"theirs", [9, 8, 7], [4, 5, 6])]
+    one = encode(PeerLent(b"theirs", (3,), (None,)))
+    reader.fetch_blocks(source_of(lends(encode(PeerEnd("")), one)).port)
+    (part,) = reader.copied()
+    assert (part.why, part.limits_s) == ("lacking", (None,))
+
+
+@pytest.mark.parametrize(
+    ("serve", "why"),
+    [
+        (lends(encode(PeerEnd("late"))), "lacking"),
+        (lends(b""), "lost"),
+        (sends(encode(PeerEnd("lacking"))), "lacking"),
+        (sends(encode(PeerEnd("busy"))), "busy"),
+        (sends(encode(Rejected("unauthorized", "no"))), "refused"),
+        (sends(run(1)), "lost"),
+        (sends(), "lost"),
+    ],
+    ids=["not held", "dies", "lacking", "busy", "refused", "a copy", "nothing"],
+)
+def test_no_block_counts_that_was_not_held(
+    source_of: Callable[..., Source], serve: Serve, why: str
+) -> None:
+    """Whatever else the source does; nor where the device fails."""
+    reader = Reader()
+    reader.fetch_blocks(source_of(serve).port)
+    (outcome,) = reader.copied()
+    assert (outcome.why, outcome.limits_s) == (why, ())
+    reader.pools.error = RuntimeError("a device's")
+    reader.fetch_blocks(source_of(lends(encode(PeerEnd("")))).port)
+    (outcome,) = reader.copied()
+    assert (outcome.why, outcome.limits_s) == ("lost", ())
+
+
+def test_fetches_of_blocks_wait_for_each_other(source_of: Callable[..., Source]) -> None:
+    """Each is short: none fails since too many come at once, and one that waits can be stopped."""
+    reader, gate = Reader(), threading.Event()
+
+    def serve(wire: ssl.SSLSocket) -> None:
+        gate.wait(DEADLINE_S)
+        lends(encode(PeerEnd("")))(wire)
+
+    sources = [source_of(serve) for _ in range(FETCHES_MAX + 2)]
+    for call_id, source in enumerate(sources):
+        reader.fetch_blocks(source.port, call_id)
+    reader.fetches.stop(FETCHES_MAX)
+    gate.set()
+    whys = {one.call_id: one.why for one in reader.copied(FETCHES_MAX + 2)}
+    assert whys == {n: "stopped" if n == FETCHES_MAX else "" for n in range(FETCHES_MAX + 2)}
