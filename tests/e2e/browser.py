@@ -48,6 +48,7 @@ SIDEWAYS = """
 return [...document.querySelectorAll(".scroll")]
   .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.ariaLabel);
 """
+INPUT = "arguments[0].dispatchEvent(new Event('input', {bubbles: true}))"
 QUICK_POLLS = """
 const later = window.setTimeout;
 window.setTimeout = (act, ms, ...more) =>
@@ -120,7 +121,8 @@ class Page:
     def fill(self, name: str, text: str) -> None:
         """Type into a field of the open dialog."""
         box = self.find(f"dialog #field-{name}")
-        box.clear()
+        box.clear()  # the page hears of that by no event, and would draw the old text again
+        self.browser.execute_script(INPUT, box)
         box.send_keys(text)
 
     def sideways(self) -> list[str]:
