@@ -477,9 +477,12 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
 
 # -- peers ---------------------------------------------------------------------------------------
 
-PeerMiss = Literal["", "busy", "refused", "lacking", "late", "lost", "damaged", "stopped"]
+PeerMiss = Literal[
+    "", "busy", "refused", "lacking", "late", "lost", "damaged", "stopped", "unreadable"
+]
 """Why a run was not fetched from another engine: too many fetches at a time; it refuses; it has not
-all; not before the deadline; the connection ended; other bytes than were sent; it was stopped."""
+all; not before the deadline; the connection ended; other bytes than were sent; it was stopped; its
+pool is out of reach."""
 
 
 class FetchRuns(Struct, frozen=True, tag="fetch_runs"):
@@ -530,13 +533,24 @@ class FetchBlocks(Struct, frozen=True):
 class FetchedBlocks(Struct, frozen=True):
     """The outcome of a `FetchBlocks`: the first blocks are in place, one for each of `limits_s`,
     and were held there until they were; `why` not all. `limits_s`: as `limit_s` in `StoredRun`;
-    `seconds`: that the copy took.
+    `seconds`: that the copy took; `fidelity`: of the least exact block.
     """
 
     call_id: Count
     why: PeerMiss = ""
     limits_s: tuple[float | None, ...] = ()
     seconds: float = 0.0
+    fidelity: Fidelity = "exact"
+
+
+class LentBlocks(Struct, frozen=True):
+    """The blocks that have the next runs, in the pool of this handle, and are held there.
+    `limits_s`: as `limit_s` in `StoredRun`; `fidelity`: of the least exact one."""
+
+    pool: bytes
+    blocks: tuple[Count, ...]
+    limits_s: tuple[float | None, ...]
+    fidelity: Fidelity = "exact"
 
 
 class StopFetch(Struct, frozen=True, tag="stop_fetch"):
@@ -619,6 +633,10 @@ class NearPools(Protocol):
         another size.
         """
 
+    def let_go_ended(self) -> None:
+        """Let go the pools of engines that have ended, whose memory stays as long as anybody has
+        it open. Never blocks."""
+
     def close(self) -> None:
         """Let go the other pools: nothing reads them any more."""
 
@@ -655,9 +673,9 @@ class RunReader(Protocol):
     def take(self, check: bytes, limit_s: float | None, content: memoryview) -> None:
         """Send the next run, whose slot is held until this is told as sent. Never blocks."""
 
-    def lend(self, pool: bytes, blocks: Sequence[int], limits_s: Sequence[float | None]) -> None:
-        """Send which blocks of the pool with this handle have the next runs. They are held until
-        the reader has returned them, or leaves. Never blocks."""
+    def lend(self, lent: LentBlocks) -> None:
+        """Send which blocks are held until the reader has returned them, or leaves. Never
+        blocks."""
 
     def end(self, why: str) -> None:
         """Send that there is no more, and `why` not all. Never blocks."""

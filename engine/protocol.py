@@ -28,6 +28,7 @@ from engine.api import (
     EngineInfo,
     Erased,
     Event,
+    Fidelity,
     Finished,
     Held,
     LeaseFound,
@@ -79,13 +80,14 @@ class PeerWant(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerLent(Struct, frozen=True, tag="peer_lent", forbid_unknown_fields=True):
-    """The blocks that have the runs which an engine of this host has asked for, in the pool of this
-    `handle`. They are held until its `PeerEnd`; the one that answers that says whether they were
-    all the time. `limits_s`: as `limit_s` in `StoredRun`."""
+    """The blocks that have the runs which an engine of this host has asked for. They are held until
+    its `PeerEnd`; the one that answers that says whether they were all the time. `limits_s`:
+    as `limit_s` in `StoredRun`; `fidelity`: of the least exact one."""
 
     handle: bytes
     blocks: tuple[Count, ...]
     limits_s: tuple[float | None, ...]
+    fidelity: Fidelity = "exact"
 
 
 class PeerRun(Struct, frozen=True, tag="peer_run", forbid_unknown_fields=True):

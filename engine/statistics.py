@@ -139,6 +139,9 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
         if self.name == "host":
             return ("device", "host", self.offloaded_total), ("host", "device", self.loaded_total)
         above = "disk" if self.name == "remote" else "host"
+        if self.name == "peer":
+            near = ("peer", "device", self.loaded_total)
+            return (above, "peer", self.stored_total), ("peer", "host", self.fetched_total), near
         return (above, self.name, self.stored_total), (self.name, "host", self.fetched_total)
 
 

@@ -8,6 +8,7 @@ the only object of this class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from engine.api import Namespace, Quota
 from engine.cache.block_promises import BlockPromises
@@ -16,6 +17,9 @@ from engine.cache.blocks.block_table import BlockTable
 from engine.cache.events import Committed, Fact
 from engine.cache.moved_blocks import Allocate
 from engine.cache.tree.prefix_tree import whole_runs
+
+KEPT_PART: Final = 1 / 16
+"""The part of the pool that no fill takes: running sequences grow while it waits."""
 
 
 class FilledBlocks:
@@ -35,29 +39,43 @@ class FilledBlocks:
         self, namespace: Namespace, quota: Quota, tokens: Sequence[int], now_s: float
     ) -> BlockTable | None:
         """Return a table that pins the leading runs of `tokens` which the device has, and has new
-        blocks for the other ones; None where there are none, or no room. `PrefixCache.release`
-        ends it. O(blocks)."""
+        blocks for the other ones; None where there are none, or no room: a block stays for each
+        running sequence, and `KEPT_PART` of the pool. The pins are those of a move, and no use of
+        what they pin. `end` ends it. O(blocks)."""
         manager, size = self._manager, self._manager.windows.block_size
         account = manager.account(namespace, quota)
         path = whole_runs(account.tree.root, tokens, size)
         path = path[: next((i for i, node in enumerate(path) if node.block < 0), len(path))]
         wanted = len(tokens) // size - len(path)
-        spare = len(manager.pool.free) + manager.fair_share.spare_beyond_floors()
-        if not 0 < wanted <= spare:
-            manager.forget_if_idle(account)
-            return None
-        table = BlockTable(account, now_s, write=True)
+        table = BlockTable(account, now_s, write=True, renews=False)
         manager.add_table(table)
         manager.pin_all(account, path)
         table.start_at(path)
-        blocks = self._allocate(account, wanted, now_s)
+        manager.moving.update(table.blocks)
+        spare = len(manager.pool.free) + manager.fair_share.spare_beyond_floors()
+        spare -= len(manager.tables) + int(KEPT_PART * manager.pool.blocks)
+        blocks = self._allocate(account, wanted, now_s) if 0 < wanted <= spare else None
         if blocks is None:
-            manager.unpin_all(account, reversed(table.blocks))
-            manager.remove_table(table)
+            self.end(table)
+            manager.forget_if_idle(account)
             return None
         table.blocks += blocks
+        manager.moving.update(blocks)
         manager.version += 1
         return table
+
+    def end(self, table: BlockTable) -> None:
+        """Let the blocks of a fill go that did not become findable; the others may be evicted from
+        now on. O(blocks)."""
+        manager = self._manager
+        manager.moving.subtract(table.blocks)
+        for block in table.blocks:
+            if not manager.moving[block]:
+                del manager.moving[block]
+        manager.unpin_all(table.account, reversed(table.blocks))
+        table.blocks = []
+        manager.version += 1
+        manager.remove_table(table)
 
     def commit(
         self,

@@ -199,7 +199,7 @@ class EngineStats:
             row_s=self.step_cost.seconds_of_row(context),
             below_bytes_per_s=0.0 if levels is None else levels.paces["host"].bytes_per_s,
             peer_bytes_per_s=0.0 if fetching is None else fetching.pace.bytes_per_s,
-            near_bytes_per_s=0.0 if near is None else near.pace.bytes_per_s,
+            near_bytes_per_s=0.0 if near is None else near.bytes_per_s,
         )
 
 

@@ -9,18 +9,19 @@ there: `engine.levels.peers` does.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
+import secrets
+import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from engine.kv.copy_device import BatchCopy
 from engine.kv.storage import KvPool, KvStorage
@@ -31,16 +32,22 @@ POOLS_MAX: Final = 16
 
 
 class PoolHandle(Struct, frozen=True):
-    """Where a pool is found. `process`, `fd`, `inode`: of a memory file; `ipc`: CUDA's handle of
-    the memory in which the pool begins at `offset`."""
+    """Where a pool is found. `process`: of its engine; `nonce`: drawn at its start. `fd`, `inode`:
+    of a memory file. `ipc`: CUDA's handle of the memory in which the pool begins at `offset`."""
 
-    block_bytes: int
-    blocks: int
-    process: int = 0
-    fd: int = 0
+    block_bytes: Annotated[int, Meta(gt=0)]
+    blocks: Annotated[int, Meta(gt=0)]
+    process: Annotated[int, Meta(gt=0)]
+    nonce: bytes
+    fd: int = -1
     inode: int = 0
     ipc: bytes = b""
-    offset: int = 0
+    offset: Annotated[int, Meta(ge=0, lt=2**48)] = 0
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the pool."""
+        return self.blocks * self.block_bytes
 
 
 def near_pools(kv: KvPool) -> NearPools | None:
@@ -53,91 +60,55 @@ def near_pools(kv: KvPool) -> NearPools | None:
     return None
 
 
-Opened = TypeVar("Opened")
+def found_pool(
+    own: PoolHandle, handle: bytes, theirs: Sequence[int], ours: Sequence[int]
+) -> PoolHandle:
+    """Return the pool of a handle, if its blocks can be copied so. Raises ValueError."""
+    found = msgspec.msgpack.decode(handle, type=PoolHandle)
+    if len(theirs) != len(ours) or not theirs:
+        raise ValueError(f"{len(theirs)} blocks for {len(ours)}; expected as many")
+    if found.block_bytes != own.block_bytes:
+        raise ValueError(f"blocks of {found.block_bytes} bytes; expected {own.block_bytes}")
+    for blocks, pool in ((theirs, found), (ours, own)):
+        if min(blocks) < 0 or max(blocks) >= pool.blocks:
+            raise ValueError(f"blocks up to {max(blocks)}; expected less than {pool.blocks}")
+    return found
 
 
-class _Pools(Generic[Opened]):
-    """`NearPools` over what opens a pool. One thread reads at a time."""
-
-    bytes_per_s: float
-
-    def __init__(self, kind: str, own: PoolHandle) -> None:
-        self._own = own
-        self.domain = f"{kind} {_host()}"
-        self.handle = msgspec.msgpack.encode(own)
-        self._lock = threading.Lock()
-        self._opened: dict[bytes, Opened] = {}
-
-    def read(self, handle: bytes, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        """See `NearPools`."""
-        if len(theirs) != len(ours) or not theirs:
-            raise ValueError(f"{len(theirs)} blocks for {len(ours)}; expected as many")
-        with self._lock:
-            found = msgspec.msgpack.decode(handle, type=PoolHandle)
-            if found.block_bytes != self._own.block_bytes:
-                size = self._own.block_bytes
-                raise ValueError(f"blocks of {found.block_bytes} bytes; expected {size}")
-            for blocks, pool in ((theirs, found), (ours, self._own)):
-                if min(blocks) < 0 or max(blocks) >= pool.blocks:
-                    raise ValueError(
-                        f"blocks up to {max(blocks)}; expected less than {pool.blocks}"
-                    )
-            if handle not in self._opened:
-                while len(self._opened) >= POOLS_MAX:
-                    self._close_pool(self._opened.pop(next(iter(self._opened))))
-                self._opened[handle] = self._open_pool(found)
-            self._copy(self._opened[handle], theirs, ours)
-
-    def close(self) -> None:
-        """See `NearPools`."""
-        with self._lock:
-            for pool in self._opened.values():
-                self._close_pool(pool)
-            self._opened.clear()
-
-    def _open_pool(self, found: PoolHandle) -> Opened:
-        """Return another engine's pool. Raises OSError, RuntimeError."""
-        raise NotImplementedError
-
-    def _copy(self, pool: Opened, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        """Copy blocks, and wait for that. Raises RuntimeError."""
-        raise NotImplementedError
-
-    def _close_pool(self, pool: Opened) -> None:
-        """Let a pool go."""
-        raise NotImplementedError
-
-
-class CpuPools(_Pools[np.ndarray]):
-    """Pools in memory files. A block is copied at the rate of the host's memory, without the
-    GIL."""
+class CpuPools:
+    """`NearPools` in memory files. They are read at the rate of the host's memory, without the
+    GIL, and nothing stays open."""
 
     bytes_per_s = 4e9
 
     def __init__(self, kv: KvStorage) -> None:
         """Raises OSError for a pool that is in no file."""
-        if kv.memory_fd < 0:
-            raise OSError("the pool is in no memory file")
         size, inode = kv.format.block_bytes, os.fstat(kv.memory_fd).st_ino
         self._bytes = kv.data.view(torch.uint8).numpy().reshape(len(kv.data), size)
-        own = PoolHandle(size, len(kv.data), os.getpid(), kv.memory_fd, inode)
-        super().__init__("cpu", own)
+        what = size, len(kv.data), os.getpid(), secrets.token_bytes(8)
+        self._own = PoolHandle(*what, kv.memory_fd, inode)
+        self.domain, self.handle = f"cpu {_host()}", msgspec.msgpack.encode(self._own)
 
-    def _open_pool(self, found: PoolHandle) -> np.ndarray:
-        size = found.blocks * found.block_bytes
-        with Path(f"/proc/{found.process}/fd/{found.fd}").open("rb", buffering=0) as file:
-            told = os.fstat(file.fileno())
-            if told.st_ino != found.inode or told.st_size < size:
+    def read(self, handle: bytes, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        """See `NearPools`."""
+        found = found_pool(self._own, handle, theirs, ours)
+        fd = os.open(f"/proc/{found.process}/fd/{found.fd}", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            told = os.fstat(fd)
+            if told.st_ino != found.inode or told.st_size < found.size:
                 raise OSError("the engine of that pool has ended")
-            memory = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ)
-        return np.frombuffer(memory, np.uint8).reshape(found.blocks, found.block_bytes)
+            for source, target in zip(theirs, ours, strict=True):
+                row = self._bytes[target]
+                if os.preadv(fd, [row], source * found.block_bytes) != found.block_bytes:
+                    raise OSError("a block was read in part")
+        finally:
+            os.close(fd)
 
-    def _copy(self, pool: np.ndarray, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        for source, target in zip(theirs, ours, strict=True):
-            self._bytes[target] = pool[source]
+    def let_go_ended(self) -> None:
+        """See `NearPools`."""
 
-    def _close_pool(self, pool: np.ndarray) -> None:
-        """The map ends with the array."""
+    def close(self) -> None:
+        """See `NearPools`."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -146,12 +117,20 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
-class CudaPools(_Pools[tuple[int, int]]):
-    """Pools of GPUs, by CUDA's handles for other processes; an opened one is the address here of
-    its memory, and of its first block.
+class _OpenPool(NamedTuple):
+    """A pool that is open here: the address of its memory, that of its first block, and a
+    descriptor that can be read once its engine has ended."""
+
+    base: int
+    start: int
+    pidfd: int
+
+
+class CudaPools:
+    """`NearPools` of GPUs, by CUDA's handles for other processes. One thread reads at a time.
 
     The GPUs may see only themselves. Copies are those of copy engines, beside the steps: 1 GiB in
-    about 3 ms over NVLink.
+    about 3 ms over NVLink. What is open keeps the memory of an engine that has ended.
     """
 
     bytes_per_s = 100e9
@@ -162,21 +141,59 @@ class CudaPools(_Pools[tuple[int, int]]):
     def __init__(self, kv: KvStorage) -> None:
         """Raises RuntimeError or OSError where CUDA gives no handle, as for memory that is mapped
         piece by piece (`expandable_segments`)."""
-        self._device, self._start = kv.data.device, kv.data.data_ptr()
+        self._kv, self._device, self._start = kv, kv.data.device, kv.data.data_ptr()
         self._runtime: Any = ctypes.CDLL(
             f"libcudart.so.{(torch.version.cuda or '0').split('.')[0]}"
         )
+        self._driver: Any = ctypes.CDLL("libcuda.so.1")
         self._batch = BatchCopy.of_runtime()
-        base, handle = ctypes.c_uint64(), _IpcHandle()
-        driver, start = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(self._start)
+        self._lock = threading.Lock()
+        self._opened: dict[bytes, _OpenPool] = {}
+        handle = _IpcHandle()
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device, priority=0)
-            self._check(driver.cuMemGetAddressRange_v2(ctypes.byref(base), None, start))
-            address = ctypes.c_void_p(base.value)
+            base, _ = self._range_of(self._start)
+            address = ctypes.c_void_p(base)
             self._check(self._runtime.cudaIpcGetMemHandle(ctypes.byref(handle), address))
-        size, offset = kv.format.block_bytes, self._start - base.value
-        own = PoolHandle(size, len(kv.data), ipc=bytes(handle.reserved), offset=offset)
-        super().__init__(f"cuda {torch.version.cuda}", own)
+        what = kv.format.block_bytes, len(kv.data), os.getpid(), secrets.token_bytes(8)
+        ipc, offset = bytes(handle.reserved), self._start - base
+        self._own = PoolHandle(*what, ipc=ipc, offset=offset)
+        self.handle = msgspec.msgpack.encode(self._own)
+        self.domain = f"cuda {torch.version.cuda} {_host()}"
+
+    def read(self, handle: bytes, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        """See `NearPools`."""
+        found = found_pool(self._own, handle, theirs, ours)
+        with self._lock, torch.cuda.device(self._device):
+            if handle not in self._opened:
+                while len(self._opened) >= POOLS_MAX:
+                    self._let_go(next(iter(self._opened)))
+                self._opened[handle] = self._open(found)
+            self._copy(self._opened[handle].start, theirs, ours)
+
+    def let_go_ended(self) -> None:
+        """See `NearPools`."""
+        if not self._opened or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for handle, pool in list(self._opened.items()):
+                if select.select([pool.pidfd], [], [], 0)[0]:
+                    self._let_go(handle)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """See `NearPools`."""
+        with self._lock:
+            for handle in list(self._opened):
+                self._let_go(handle)
+
+    def _range_of(self, address: int) -> tuple[int, int]:
+        """Return where the memory at an address begins, and its bytes. Raises RuntimeError."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        where = ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+        self._check(self._driver.cuMemGetAddressRange_v2(*where))
+        return base.value, size.value
 
     def _check(self, error: int) -> None:
         """Raise RuntimeError for an error, and clear it: torch would report it once more."""
@@ -184,28 +201,36 @@ class CudaPools(_Pools[tuple[int, int]]):
             self._runtime.cudaGetLastError()
             raise RuntimeError(f"CUDA error {error}")
 
-    def _open_pool(self, found: PoolHandle) -> tuple[int, int]:
+    def _open(self, found: PoolHandle) -> _OpenPool:
+        """Open another engine's pool. Raises OSError, RuntimeError."""
         handle, address = _IpcHandle.from_buffer_copy(found.ipc), ctypes.c_void_p()
-        flags = ctypes.c_uint(self.LAZY_PEER_ACCESS)
-        with torch.cuda.device(self._device):
+        flags, pidfd = ctypes.c_uint(self.LAZY_PEER_ACCESS), os.pidfd_open(found.process)
+        try:
             error = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(address), handle, flags)
             self._check(error)
+        except RuntimeError:
+            os.close(pidfd)
+            raise
         base = address.value or 0
-        return base, base + found.offset
+        pool = _OpenPool(base, base + found.offset, pidfd)
+        if found.offset + found.size > self._range_of(base)[1]:
+            self._close_pool(pool)
+            raise ValueError(f"a pool of {found.size} bytes; expected one within its memory")
+        return pool
 
-    def _copy(self, pool: tuple[int, int], theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def _copy(self, start: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        """Copy blocks of the pool that begins at `start`, and wait. Raises RuntimeError."""
         size = self._own.block_bytes
-        sources = np.array(theirs, np.uint64) * np.uint64(size) + np.uint64(pool[1])
+        sources = np.array(theirs, np.uint64) * np.uint64(size) + np.uint64(start)
         targets = np.array(ours, np.uint64) * np.uint64(size) + np.uint64(self._start)
         sizes = np.full(len(theirs), size, np.uint64)
-        with torch.cuda.device(self._device):
-            if self._batch is not None:
-                self._batch.launch_addresses(targets, sources, sizes, self._stream)
-            else:
-                self._copy_each(targets, sources)
-            end = torch.cuda.Event(blocking=True)
-            end.record(self._stream)
-            end.synchronize()
+        if self._batch is not None:
+            self._batch.launch_addresses(targets, sources, sizes, self._stream)
+        else:
+            self._copy_each(targets, sources)
+        end = torch.cuda.Event(blocking=True)
+        end.record(self._stream)
+        end.synchronize()
 
     def _copy_each(self, targets: np.ndarray, sources: np.ndarray) -> None:
         """Launch copies one by one. Raises RuntimeError."""
@@ -215,9 +240,14 @@ class CudaPools(_Pools[tuple[int, int]]):
             kind = ctypes.c_int(self.DEFAULT_KIND)
             self._check(self._runtime.cudaMemcpyAsync(*ends, size, kind, ctypes.c_void_p(stream)))
 
-    def _close_pool(self, pool: tuple[int, int]) -> None:
+    def _let_go(self, handle: bytes) -> None:
+        self._close_pool(self._opened.pop(handle))
+
+    def _close_pool(self, pool: _OpenPool) -> None:
         with torch.cuda.device(self._device):
-            self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(pool[0]))
+            self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(pool.base))
+            self._runtime.cudaGetLastError()
+        os.close(pool.pidfd)
 
 
 def _host() -> str:

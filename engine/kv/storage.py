@@ -25,7 +25,7 @@ class KvStorage:
     `data` is [B, L, 2, K, S, D] (`KvFormat.storage_shape`). In the `panels` layout only its size
     and its first dimension mean anything; in an int8 pool S and D are mixed with the scales. Every
     slot must hold finite values at all times: kernels read whole tiles of slots and mask
-    afterwards. `memory_fd`: of the file that it lies in, on a CPU; below 0 on a GPU.
+    afterwards. `memory_fd`: of the file that it lies in, on a CPU; below 0 without one.
     """
 
     def __init__(self, kv_format: KvFormat, blocks: int, device: torch.device) -> None:
@@ -35,7 +35,8 @@ class KvStorage:
         if device.type == "cpu":
             self.memory_fd = _memory_file(math.prod(shape) * kv_format.dtype.itemsize)
             self.data = _lazy_zeros(self.memory_fd, shape, kv_format.dtype)
-            weakref.finalize(self, os.close, self.memory_fd)
+            if self.memory_fd >= 0:
+                weakref.finalize(self, os.close, self.memory_fd)
         else:
             self.data = torch.zeros(shape, dtype=kv_format.dtype, device=device)
 
@@ -106,8 +107,13 @@ def runs_of(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
 
 
 def _memory_file(size: int) -> int:
-    """Return an anonymous file of zeros, which other processes of the user can map; no longer or
-    shorter from then on."""
+    """Return an anonymous file of zeros, which other processes of the user can map to read; no
+    longer or shorter from then on. Below 0 where the system has none. Raises OSError where it would
+    not give as much memory to one process."""
+    private = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    private.close()  # a file of any size can be made
+    if not hasattr(os, "memfd_create"):
+        return -1
     fd = os.memfd_create("trunkline-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -115,13 +121,14 @@ def _memory_file(size: int) -> int:
 
 
 def _lazy_zeros(fd: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a file's zeros, whose pages the operating system maps on first touch, so that a start
-    does not wait for the whole pool to be written.
+    """Return a file's zeros, or private ones without a file. The operating system maps their pages
+    on first touch, so that a start does not wait for the whole pool to be written.
 
     Pages of the default size: with huge pages, finding each of the 512 in a GiB has been seen to
     take 4 ms, five times as long as small pages take for the whole GiB.
     """
-    memory = mmap.mmap(fd, math.prod(shape) * dtype.itemsize, mmap.MAP_SHARED)
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(fd, math.prod(shape) * dtype.itemsize, flags)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

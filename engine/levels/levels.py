@@ -37,7 +37,7 @@ from engine.levels.load_choice import LoadChoice, choose_load, first_paces
 from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.peers.fetching import PeerFetching
-from engine.levels.peers.near_fetching import NearFetching, Waiting
+from engine.levels.peers.near_fetching import NearFetching
 from engine.levels.peers.shared_store import SharedStore
 from engine.levels.peers.sharing import Sharing
 from engine.levels.places import RunPlaces, level_of
@@ -240,13 +240,8 @@ class Levels:
             return 0.0
         self._note_grant(grant)
         if peer.is_near and self.near_fetching is not None:
-            known = len(self.places.match(grant.namespace, tokens, self._now_s))
-            one = Waiting(sequence_id, grant, tokens, peer)
-            wait_s = 0.0
-            if not self.fetching.is_paused(grant.namespace, self._now_s):
-                wait_s = self.near_fetching.begin(one, known, compute_s, self._now_s)
-            if wait_s:
-                return wait_s
+            near = sequence_id, grant, tokens, peer, compute_s
+            return self.near_fetching.begin(*near, self._now_s)
         what = sequence_id, grant, tokens, peer.tokens, peer, compute_s
         return self.fetching.begin(*what, self._now_s)
 
@@ -264,11 +259,8 @@ class Levels:
         ended: dict[int, FetchedTokens] = {}
         for fetching in self._fetchings:
             ended.update(fetching.take_ended())
-        near = () if self.near_fetching is None else self.near_fetching.take_ended()
-        for (sequence_id, grant, tokens, peer), fetched, left_s in near:
-            what = sequence_id, grant, tokens, peer.tokens, peer, left_s, self._now_s
-            if not left_s or self.fetching is None or not self.fetching.begin(*what):
-                ended[sequence_id] = fetched
+        if self.near_fetching is not None:
+            ended.update(self.near_fetching.take_ended(self._now_s))
         return ended
 
     @property
@@ -400,6 +392,7 @@ class Levels:
         move down, and still come to ends.
         """
         pins = bool(self.offloading.moves or len(self.loads) or self.near_fetching)
+        pins = pins or (self.sharing is not None and self.sharing.is_lending)
         if self.promises is not None and self.promises.has_ends:
             pins = pins or self.offloading.has_promised or self._is_storing()
         return pins and self._silent_s <= STUCK_S
@@ -610,11 +603,15 @@ class Levels:
         own, tokens_min = (self.cache, self.places), self.config.host_tokens_min
         self.fetching = PeerFetching(*own, peers, self._next_id, tokens_min)
         pool = b"" if pools is None else pools.handle
-        self.sharing = Sharing(*own, self.offloading, view, self.paces["host"], pool)
+        self.sharing = Sharing(
+            *own, self.offloading, view, self.paces["host"], pool, self.read_fidelity
+        )
         if near is not None and pools is not None:
             size = self.places.formats.formats[OWN].slot_bytes
-            what = near, pools, self._next_id, tokens_min, size
-            self.near_fetching = NearFetching(self.cache, *what)
+            sizes = tokens_min, size
+            self.near_fetching = NearFetching(
+                *own, self.fetching, near, pools, self._next_id, *sizes, self._note_fidelity
+            )
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -772,6 +769,11 @@ class Levels:
             times = until_s, node.limit_at_s, self._now_s
             self.promises.renew(node.path(), *times, lease_ids, told_terms(node))
 
+    def _note_fidelity(self, namespace: Namespace, fidelity: Fidelity) -> None:
+        """Note how far from exact is what has come to the device for a namespace."""
+        if fidelity != "exact":
+            self._lossy[namespace] = laxest(self.read_fidelity(namespace), fidelity)
+
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from, by the last turn
         that did not find all of it: what is computed waits for the turn after it, too."""
@@ -781,8 +783,7 @@ class Levels:
             if node.parent is not None:
                 self.places.accounts.touch(node, now_s)
         for form in load.forms() - {OWN}:
-            fidelity = self.places.formats.formats[form].fidelity
-            self._lossy[load.namespace] = laxest(self.read_fidelity(load.namespace), fidelity)
+            self._note_fidelity(load.namespace, self.places.formats.formats[form].fidelity)
         if load.loaded == len(load.pieces):
             took_s = max(0.0, self._before_s - load.began_s)
             self.paces[load.level].record_load(took_s, load.plan.choice.compute_s, now_s)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from heapq import nlargest
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct, msgpack, structs
 
@@ -262,19 +262,28 @@ def _with_lease_room(request: RouteRequest, able: list[ReplicaState]) -> list[Re
     return room or able
 
 
+class _Source(NamedTuple):
+    """A replica that could send the first `tokens` of a prompt; `on_device`: those that it has on
+    its device, where others of its host read them."""
+
+    tokens: int
+    replica: ReplicaState
+    on_device: int
+
+
 def _peers(
     request: RouteRequest, replicas: Sequence[ReplicaState], found: Mapping[int, Found]
-) -> list[tuple[int, ReplicaState]]:
+) -> list[_Source]:
     """Return the replicas that could send most of a prompt, with their tokens of it."""
     last = request.prompt_tokens - 1
     able = [
-        (min(have.device + have.below, last), replica)
+        _Source(min(have.device + have.below, last), replica, have.device)
         for replica in replicas
         if (have := found.get(replica.number))
         and (replica.is_ready or replica.may_send)
         and replica.load.report.peer_bytes_per_s
     ]
-    return nlargest(PEERS_MAX, able, key=lambda one: (one[0], -one[1].load.wait_s))
+    return nlargest(PEERS_MAX, able, key=lambda one: (one.tokens, -one.replica.load.wait_s))
 
 
 def _pair(
@@ -283,7 +292,7 @@ def _pair(
     able: Sequence[ReplicaState],
     found: Mapping[int, Found],
     costs: Sequence[Cost],
-    peers: Sequence[tuple[int, ReplicaState]],
+    peers: Sequence[_Source],
 ) -> PairCost | None:
     """Return the pair that is predicted to beat each single replica of `able`; None without one.
     `both`: those that may compute the prompt or answer. O(replicas)."""
@@ -335,7 +344,7 @@ def _cost(
     request: RouteRequest,
     replica: ReplicaState,
     found: Found,
-    peers: Sequence[tuple[int, ReplicaState]] = (),
+    peers: Sequence[_Source] = (),
 ) -> Cost:
     load, report = replica.load, replica.load.report
     rate = load.prefill_tokens_per_s
@@ -348,10 +357,10 @@ def _cost(
         fill_s = min(fill_s, load_s + (request.prompt_tokens - device - below) / rate)
     peer, peer_tokens = "", 0
     alone_s = fill_s
-    for tokens, other in peers if report.peer_bytes_per_s else ():
+    for tokens, other, on_device in peers if report.peer_bytes_per_s else ():
         if other is replica or tokens <= device + below:
             continue
-        fetch_s = replica.fetch_s(tokens, other.pool_domain)
+        fetch_s = replica.fetch_s(tokens, other.pool_domain if on_device >= tokens else "")
         rest_s = (request.prompt_tokens - tokens) / rate
         if PEER_FACTOR * fetch_s < alone_s - rest_s and fetch_s + rest_s < fill_s:
             fill_s, peer, peer_tokens = fetch_s + rest_s, other.name, tokens

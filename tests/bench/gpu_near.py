@@ -113,8 +113,14 @@ def measure(gib: float, results: Results) -> None:
                 break
         torch.cuda.synchronize()
         works = float(torch.ones(8, device="cuda").sum()) == 8
-        results.add({"after_the_other_was_killed": outcome, "own_gpu_works": works})
-    pools.close()
+        process.wait()
+        last = torch.cuda.device_count() - 1
+        before = torch.cuda.mem_get_info(last)[0]
+        pools.let_go_ended()
+        freed = torch.cuda.mem_get_info(last)[0] - before
+        results.add(
+            {"after_the_other_was_killed": outcome, "own_gpu_works": works, "freed_bytes": freed}
+        )
     with other() as (handle, _):
         results.add({"another_pool_ms": round(milliseconds(pools, handle, theirs, ours), 2)})
         compare(kv, theirs, ours)

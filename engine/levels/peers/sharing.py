@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from engine.api import Fidelity, Namespace
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.prefix_tree import Node, whole_runs
 from engine.levels.load_choice import LevelPace
 from engine.levels.offloading import Offloading
 from engine.levels.places import RunPlaces
-from engine.moves import RunReader, ShareRuns
+from engine.moves import LentBlocks, RunReader, ShareRuns
 
 SHARE_S: Final = 10.0
 """The longest time for which anything is held for another engine."""
@@ -62,9 +63,12 @@ class Sharing:
         view: Callable[[int, int], memoryview],
         pace: LevelPace,
         pool: bytes = b"",
+        fidelity_of: Callable[[Namespace], Fidelity] = lambda namespace: "exact",
     ) -> None:
         """`view` returns the bytes of a slot of a size. `pace`: of copies from host memory. `pool`:
-        the handle of this engine's, for engines of its host."""
+        the handle of this engine's, for engines of its host. `fidelity_of`: how far what a
+        namespace has on the device may be from exact."""
+        self._fidelity_of = fidelity_of
         self._cache, self._places, self._offloading, self._view = cache, places, offloading, view
         self._pace, self._pool, self._now_s = pace, pool, 0.0
         self._room = math.inf
@@ -74,6 +78,11 @@ class Sharing:
 
     def __len__(self) -> int:
         return len(self._shares)
+
+    @property
+    def is_lending(self) -> bool:
+        """Return whether blocks of the device are held for readers. O(shares)."""
+        return any(share.lent is not None for share in self._shares.values())
 
     def begin(self, wanted: ShareRuns, reader: RunReader, now_s: float) -> None:
         """Begin to send what is here of what is wanted. O(runs)."""
@@ -101,12 +110,17 @@ class Sharing:
         if account is None:
             reader.end("lacking")
             return
+        if self._cache.moves.spare_blocks < len(path):  # running sequences grow meanwhile
+            reader.end("busy")
+            return
         share = _Share(wanted.format, now_s + SHARE_S, deque(lent))
         share.lent = self._cache.moves.hold(account, path, now_s)
         self._shares[reader] = share
         self.sent += len(lent)
-        limits = [_limit_s(node, now_s) for node in lent]
-        reader.lend(self._pool, [node.block for node in lent], limits)
+        blocks = tuple(node.block for node in lent)
+        limits = tuple(_limit_s(node, now_s) for node in lent)
+        fidelity = self._fidelity_of(wanted.namespace)
+        reader.lend(LentBlocks(self._pool, blocks, limits, fidelity))
 
     def returned(self, reader: RunReader) -> None:
         """Let go the blocks that a reader has copied; tell it whether they were held till now."""

@@ -19,7 +19,7 @@ from typing import Final
 
 import xxhash
 
-from engine.api import Clock, Peer
+from engine.api import Clock, Fidelity, Peer
 from engine.client.tls_files import holder_of, tls_context
 from engine.errors import EngineError
 from engine.moves import (
@@ -132,14 +132,14 @@ class PeerFetches:
             if one is None or len(self._open) >= FETCHES_MAX:
                 return
             self._open[call_id] = self._queued.pop(call_id)
-        one.thread.start()
+            one.thread.start()  # inside: what is open can be joined
 
     def _begin(self, one: _Fetch) -> bool:
         with self._lock:
             if len(self._open) >= FETCHES_MAX:
                 return False
             self._open[one.command.call_id] = one
-        one.thread.start()
+            one.thread.start()
         return True
 
     # -- called by threads ------------------------------------------------------------------------
@@ -185,29 +185,37 @@ class PeerFetches:
     def _run_near(self, one: _Fetch) -> None:
         """Carry out a fetch of blocks: read them, then ask whether they were held till then."""
         command, limits, took_s = one.command, tuple[float | None, ...](), 0.0
+        fidelity: Fidelity = "exact"
         assert isinstance(command, FetchBlocks), "it was begun so"
         assert self.pools is not None, "no domain, no near peer"
         pools = self.pools
 
         def read(wire: ssl.SSLSocket) -> PeerMiss:
-            nonlocal limits, took_s
+            nonlocal limits, took_s, fidelity
             lent = one.read(wire)
+            lent_s = self._clock()
             if not isinstance(lent, PeerLent):
                 return _why(lent)
             count = min(len(lent.blocks), len(lent.limits_s), len(command.blocks))
-            began_s = self._clock()
-            pools.read(lent.handle, lent.blocks[:count], command.blocks[:count])
-            took_s = self._clock() - began_s
+            try:
+                pools.read(lent.handle, lent.blocks[:count], command.blocks[:count])
+            except (OSError, ValueError, ArithmeticError, RuntimeError):
+                return "unreadable"
+            took_s = self._clock() - lent_s
             wire.sendall(encode(PeerEnd("")))
             end = one.read(wire)
             if not isinstance(end, PeerEnd) or end.why:
                 return _why(end)
-            limits = lent.limits_s[:count]
+            passed_s, fidelity = self._clock() - lent_s, lent.fidelity
+            limits = tuple(
+                None if limit is None else max(0.0, limit - passed_s)
+                for limit in lent.limits_s[:count]
+            )
             return "" if count == len(command.blocks) else "lacking"
 
         why = one.read_all(self._open_connection, read)
         with self._lock:
-            self._copied.append(FetchedBlocks(command.call_id, why, limits, took_s))
+            self._copied.append(FetchedBlocks(command.call_id, why, limits, took_s, fidelity))
             del self._open[command.call_id]
         self._begin_next()
 
@@ -269,7 +277,7 @@ class _Fetch:
                 return read(wire)
         except TimeoutError:
             why: PeerMiss = "late"
-        except (OSError, EngineError, ValueError, RuntimeError):  # the last by a device
+        except (OSError, EngineError, ValueError):
             why = "lost"
         return "stopped" if self._is_stopped.is_set() else why
 

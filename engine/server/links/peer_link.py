@@ -7,14 +7,16 @@ by copy. What a slow reader has not taken stays held, within the bounds of a sha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
+
+from msgspec.structs import astuple
 
 from engine.api import EngineInfo
 from engine.client.peer_tickets import is_valid_ticket
 from engine.client.tls_wire import TlsWire
 from engine.core.core import Core
-from engine.moves import RunReader, ShareRuns
+from engine.moves import LentBlocks, RunReader, ShareRuns
 from engine.protocol import Hello, PeerEnd, PeerLent, PeerRun, encode, unpack_tokens
 from engine.server.links.gateway_link import call_in_loop
 from engine.server.service import EngineService
@@ -66,10 +68,9 @@ class PeerLink:
         """See `RunReader`."""
         call_in_loop(self._loop, partial(self._write, PeerRun(check, limit_s), content))
 
-    def lend(self, pool: bytes, blocks: Sequence[int], limits_s: Sequence[float | None]) -> None:
+    def lend(self, lent: LentBlocks) -> None:
         """See `RunReader`."""
-        lent = PeerLent(pool, tuple(blocks), tuple(limits_s))
-        call_in_loop(self._loop, partial(self._send, encode(lent)))
+        call_in_loop(self._loop, partial(self._send, encode(PeerLent(*astuple(lent)))))
 
     def end(self, why: str) -> None:
         """See `RunReader`."""

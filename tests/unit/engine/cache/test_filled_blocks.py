@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from engine.api import Quota
+from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import BlockTable, PrefixCache
 from tests.unit.engine.cache.sequences import computed
 
@@ -26,7 +26,7 @@ def fill(cache: PrefixCache, limits_at_s: list[float], now_s: float = 0.0) -> in
     table = begin(cache)
     assert table is not None
     cache.fills.commit(table, TOKENS, limits_at_s, now_s)
-    cache.release(table, TOKENS, now_s, keep=False)
+    cache.fills.end(table)
     cache.check()
     return found(cache, now_s)
 
@@ -60,7 +60,7 @@ def test_nothing_counts_after_an_erasure() -> None:
         assert table is not None
         cache.erase(b"us", tokens=tokens)
         cache.fills.commit(table, TOKENS, [math.inf] * 4, 0.0)
-        cache.release(table, TOKENS, 0.0, keep=False)
+        cache.fills.end(table)
         assert found(cache, 0.0) == 0
         assert cache.stats().free == 8
         cache.check()
@@ -87,3 +87,27 @@ def test_a_fill_that_the_device_has_is_none() -> None:
     cache.release(computed(cache, TOKENS), TOKENS, 0.0)
     assert begin(cache) is None
     assert cache.stats().free == 3
+
+
+def test_a_fill_is_no_use_of_what_it_pins() -> None:
+    """A lease whose clock counts from the last use goes on, and what is over by then leaves."""
+    cache = cache_of(16)
+    retention = Retention("use", promise_s=5, limit_s=10, clock="last_use", renewed_on_read=True)
+    leases = [LeaseRequest(2 * SIZE, retention, "l")]
+    held = computed(cache, TOKENS[: 2 * SIZE], quota=PAYER, leases=leases)
+    cache.release(held, TOKENS[: 2 * SIZE], 0.0)
+    table = begin(cache)
+    assert table is not None
+    cache.fills.end(table)
+    assert [found(cache, now_s) for now_s in (9.0, 11.0)] == [2 * SIZE, 0]
+
+
+def test_a_fill_leaves_a_block_for_each_running_sequence() -> None:
+    """They grow while it waits."""
+    cache = cache_of(7)
+    running = [computed(cache, (n,) * (SIZE - 1), namespace=b"other") for n in (7, 8)]
+    assert begin(cache) is None, "five blocks of five"
+    cache.release(running.pop(), (8,) * (SIZE - 1), 0.0, keep=False)
+    assert begin(cache) is None, "five of six, and the fill's own table counts"
+    cache.release(running.pop(), (7,) * (SIZE - 1), 0.0, keep=False)
+    assert begin(cache) is not None

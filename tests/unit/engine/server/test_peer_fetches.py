@@ -78,6 +78,8 @@ class Pools:
             raise self.error
         self.reads.append((handle, list(theirs), list(ours)))
 
+    def let_go_ended(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -206,7 +208,7 @@ def test_only_so_many_fetches_run_at_a_time(source_of: Callable[..., Source]) ->
     assert len(reader.outcomes(FETCHES_MAX * len(SLOTS))) == FETCHES_MAX * len(SLOTS)
 
 
-LENT = encode(PeerLent(b"theirs", (9, 8, 7), (None, 2.0, 1.0)))
+LENT = encode(PeerLent(b"theirs", (9, 8, 7), (None, 2.0, 1.0), "rough"))
 
 
 def lends(end: bytes, lent: bytes = LENT, heard: list[object] | None = None) -> Serve:
@@ -230,7 +232,9 @@ def test_blocks_count_once_the_source_has_said_that_it_held_them(
     reader, heard = Reader(), list[object]()
     reader.fetch_blocks(source_of(lends(encode(PeerEnd("")), heard=heard)).port)
     (whole,) = reader.copied()
-    assert (whole.why, whole.limits_s, heard) == ("", (None, 2.0, 1.0), [PeerEnd("")])
+    (none, *limits) = whole.limits_s
+    assert (whole.why, whole.fidelity, none, heard) == ("", "rough", None, [PeerEnd("")])
+    assert all(0 < got <= told for got, told in zip(limits, (2.0, 1.0), strict=True) if got)
     assert reader.pools.reads == [(b"theirs", [9, 8, 7], [4, 5, 6])]
     one = encode(PeerLent(b"theirs", (3,), (None,)))
     reader.fetch_blocks(source_of(lends(encode(PeerEnd("")), one)).port)
@@ -262,7 +266,7 @@ def test_no_block_counts_that_was_not_held(
     reader.pools.error = RuntimeError("a device's")
     reader.fetch_blocks(source_of(lends(encode(PeerEnd("")))).port)
     (outcome,) = reader.copied()
-    assert (outcome.why, outcome.limits_s) == ("lost", ())
+    assert (outcome.why, outcome.limits_s) == ("unreadable", ())
 
 
 def test_fetches_of_blocks_wait_for_each_other(source_of: Callable[..., Source]) -> None:
