@@ -1,4 +1,4 @@
-"""Drains an engine of one of two GPUs of a host: what is promised on it moves to the other one.
+"""Drains one of two engines of a host, each with a GPU or both on one: its promises move.
 
     python -m tests.bench.gpu_drain [--prompts 16] [--streams 16] [--json FILE]
 
@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.api import CacheGrant, Finished, Quota, Request, Sampling
 from engine.config import EngineConfig, LevelsConfig
@@ -73,7 +74,7 @@ async def measure(prompts: int, streams: int, results: Results) -> None:
     with tempfile.TemporaryDirectory() as folder:
         card = write_model(Path(folder) / "model", SHAPE)
         async with (
-            pair_of(card, CONFIG, COMMAND, gpus=(1,)) as pair,
+            pair_of(card, CONFIG, COMMAND, gpus=(min(1, torch.cuda.device_count() - 1),)) as pair,
             gateway_of(pair) as replicas,
         ):
             for engine in pair.engines.values():
