@@ -68,7 +68,7 @@ class Loading:
         tokens = tuple(sequence.findable_tokens(self._cache.block_size))
         here = self._cache.find(grant.namespace, tokens, now_s).cached_tokens
         wait_s = 0.0
-        if peer is not None and peer.tokens > here:
+        if peer is not None and peer.tokens - here >= levels.config.host_tokens_min:
             compute_s = self._step_cost.seconds_of_slice(here, peer.tokens - here)
             wait_s = levels.fetch(number, grant, tokens, peer, compute_s)
         if not wait_s and may_know and levels.look(number, grant, tokens, here):

@@ -70,8 +70,8 @@ class _Fetch:
 
 
 class NearFetching:
-    """All near fetches of one engine. `pace`: the measured one; `misses`: fetches that brought
-    nothing, by why; `fetched`: runs that came, `tokens`: theirs."""
+    """All near fetches of one engine. `pace`: the measured one; `misses`: fetches that have ended,
+    by why not all came; `fetched`: runs that came."""
 
     def __init__(
         self,
@@ -126,6 +126,9 @@ class NearFetching:
         """
         here = len(self._cache.find(grant.namespace, tokens, now_s).path)
         known = max(here, len(self._places.match(grant.namespace, tokens, now_s)))
+        lacking = min(peer.tokens, len(tokens) - 1) - known * self._cache.block_size
+        if lacking < self._tokens_min or not (grant.read and grant.write):
+            return 0.0
         one = Waiting(sequence_id, grant, tokens, peer, known)
         return self._begin(one, compute_s, now_s) or self._copy(one, compute_s, now_s)
 
@@ -142,8 +145,6 @@ class NearFetching:
         _, grant, tokens, peer, known = waiting
         size, namespace = self._cache.block_size, grant.namespace
         runs = min(peer.tokens, len(tokens) - 1) // size
-        if (runs - known) * size < self._tokens_min or not (grant.read and grant.write):
-            return 0.0
         if now_s < self._paused_until_s or self._copies.is_paused(namespace, now_s):
             return 0.0
         timeout_s = min(FETCH_S_MAX, max(FETCH_S_MIN, compute_s))
