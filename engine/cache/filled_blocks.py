@@ -86,7 +86,7 @@ class FilledBlocks:
     ) -> None:
         """Make the first runs of a fill findable, one for each limit; nothing after an erasure, or
         where what comes before them has left the tree. O(these)."""
-        account, size, first, added = table.account, self._manager.windows.block_size, 0, 0
+        account, size, added = table.account, self._manager.windows.block_size, 0
         if table.is_erased or not account.tree.contains(table.node):
             return
         first = table.committed

@@ -1,6 +1,6 @@
 """The device pools of one host's engines, between which blocks are copied without its network.
 
-A pool of a CPU engine is a memory file, which another process of the same user maps. A pool of a
+A pool of a CPU engine is a memory file, which another process of the same user reads. A pool of a
 GPU is opened by a handle of CUDA's interprocess memory, and its blocks are copied from GPU to GPU.
 Pools of lanes cannot be read so. This module knows no prefix, and not whether what it reads is held
 there: `engine.levels.peers` does.

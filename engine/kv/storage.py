@@ -107,8 +107,8 @@ def runs_of(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
 
 
 def _memory_file(size: int) -> int:
-    """Return an anonymous file of zeros, which other processes of the user can map to read; no
-    longer or shorter from then on. Below 0 where the system has none. Raises OSError where it would
+    """Return an anonymous file of zeros, which other processes of the user can read; no longer
+    or shorter from then on. Below 0 where the system has none. Raises OSError where it would
     not give as much memory to one process."""
     private = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     private.close()  # a file of any size can be made

@@ -607,8 +607,7 @@ class Levels:
             *own, self.offloading, view, self.paces["host"], pool, self.read_fidelity
         )
         if near is not None and pools is not None:
-            size = self.places.formats.formats[OWN].slot_bytes
-            sizes = tokens_min, size
+            sizes = tokens_min, self.places.formats.formats[OWN].slot_bytes
             self.near_fetching = NearFetching(
                 *own, self.fetching, near, pools, self._next_id, *sizes, self._note_fidelity
             )

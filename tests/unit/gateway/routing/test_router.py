@@ -197,8 +197,14 @@ def test_a_prefix_is_fetched_from_the_same_host_although_another_one_has_more() 
     states[2].pool_domain = "third"
     far = choose(REQUEST, states, found).cost
 
+    states[2].pool_domain = "host"
+    found[2] = Found(device=3072, below=768)
+    below = choose(REQUEST, states, found).cost
+
     assert near is not None
     assert far is not None
+    assert below is not None
+    assert below.peer == "e1", "what it has below its device comes as copies"
     assert (near.replica, near.peer, near.peer_tokens) == ("e0", "e2", 3840)
     assert (far.replica, far.peer, far.peer_tokens) == ("e0", "e1", 4000)
 
