@@ -131,8 +131,9 @@ class OneGateway:
 
     def end(self) -> None:
         """End what is left of it after a failure."""
-        if self.server is not None and self.server.process.poll() is None:
+        if self.server is not None:
             self.server.process.kill()
+            self.server.process.wait()
 
     def told(self, event: str) -> list[str]:
         """Return the lines of its log with an event."""
@@ -235,9 +236,15 @@ class Stores:
             change_tenant(store, "default", limits, by=TESTER)
 
 
-def storage_of(engine_pid: int) -> int | None:
-    """Return the process id of an engine's storage, once it runs."""
-    return children(engine_pid).get("engine.storage.process")
+async def kill_storage(engine: KeptReplica) -> None:
+    """Kill an engine's storage, once one runs. The engine is asked for each time: one that was
+    killed just before may be known as the one that serves for a moment longer."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            found = await asyncio.to_thread(children, await engine.pid())
+            if (storage := found.get("engine.storage.process")) is not None:
+                return os.kill(storage, signal.SIGKILL)
+            await asyncio.sleep(0.05)
 
 
 async def kill_one(
@@ -248,10 +255,7 @@ async def kill_one(
         case "engine":
             await engine.kill()
         case "storage":
-            pid = await engine.pid()
-            await until(lambda: storage_of(pid) is not None)
-            if (storage := await asyncio.to_thread(storage_of, pid)) is not None:
-                os.kill(storage, signal.SIGKILL)
+            await kill_storage(engine)
         case "postgres" | "valkey":
             server = stores.postgres if kind == "postgres" else stores.valkey
             await asyncio.to_thread(server.kill)
