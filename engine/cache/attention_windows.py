@@ -1,7 +1,7 @@
 """The block tables of sequences with an attention window: what they find, promise and let go.
 
 Such a sequence reads the first blocks of its table, its *sinks*, and those of its window (rule
-*Attention window* to 45). Up to its shared blocks it is a sequence like any other. What it computes
+*Attention window*). Up to its shared blocks it is a sequence like any other. What it computes
 beyond them other requests would compute differently: that stays in its own table, and leaves with
 the window. The module allocates nothing and reads no clock. Only `prefix_cache` calls it.
 """

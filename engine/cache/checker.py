@@ -110,7 +110,7 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         node = stack.pop()
         stack.extend(node.children.values())
         ends += account.lease_endpoints.check_node(node)
-        yield from _check_node(manager, account, node)
+        yield from _check_node(manager, node)
         has_more = node.beside is not None or node.away is not None or node.states is not None
         for one in all_blocks(node) if has_more else (node,):
             bound += one.is_bound
@@ -233,7 +233,7 @@ def _check_state(manager: BlockManager, node: Node, state: State) -> None:
         _expect(node.is_bound or not block.is_bound, "a state bound alone", node.run)
 
 
-def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) -> Steps:
+def _check_node(manager: BlockManager, node: Node) -> Steps:
     """Check one node of a tree, and its children."""
     refs, is_evictable = manager.pool.ref_count, False
     here = copied = binds = 0

@@ -455,7 +455,7 @@ class Levels:
 
     def _is_dropping(self, namespace: Namespace) -> bool:
         """Return whether an erasure waits for copies of a namespace to be dropped."""
-        return self._recovery is not None and self._recovery.is_erasing(namespace)
+        return self._recovery is not None and namespace in self._recovery.dropping
 
     # -- reports ------------------------------------------------------------------------------
 
@@ -557,7 +557,7 @@ class Levels:
     def _take_over(self, kept: KeptSlots) -> Recovery:
         """Take over the copies that the engine before has left, the first of them at once."""
         keep = None if self.promises is None else self.promises.take_over
-        found = Recovery(kept, self.cache, self.places, keep, self._now_s)
+        found = Recovery(kept, self.cache, self.places, keep)
         for namespace, at_rest in found.at_rest.items():
             self._let_rest(namespace, at_rest)
         found.step(self._now_s, AT_START)
@@ -567,14 +567,14 @@ class Levels:
         """Answer the erasures that waited for what a turn has brought, or dropped."""
         self._store_recovered()
         for call_id, (namespace, erased) in list(self._dropping.items()):
-            if not found.is_erasing(namespace):
+            if namespace not in found.dropping:
                 del self._dropping[call_id]
                 self.on_erased(call_id, erased)
 
     def _store_recovered(self) -> None:
         """Have what was recovered stored, where a disk has opened before."""
         if not self._is_recovering and self._disk is not None:
-            self._disk.store_all(self.places, self._now_s)
+            self._disk.store_all(self.places)
 
     @property
     def _is_recovering(self) -> bool:
@@ -685,7 +685,7 @@ class Levels:
 
     def _copied(self, copies: list[Node]) -> None:
         if self._disk is not None:
-            self._disk.storing.copied(copies, self._now_s)
+            self._disk.storing.copied(copies)
         elif self.promises is not None:
             self.promises.confirm(copies, [math.inf] * len(copies), self._now_s)
 
@@ -755,7 +755,7 @@ class Levels:
                 self.places.notes.terms_moved(above)
         if node.record is None:
             if self._disk is not None:
-                self._disk.storing.copied([node], now_s)
+                self._disk.storing.copied([node])
             return
         promise_at_s = node.terms.promise_at_s if node.terms is not None else -math.inf
         known_s = max(now_s, node.record.kept_until_s)

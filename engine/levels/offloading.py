@@ -143,7 +143,7 @@ class Offloading:
         self._moves_max = self._moves_most if is_wanted else min(UNPROVEN_MAX, self._moves_most)
         if not self._promised:
             self._partial = 0
-        while self._promised and self._has_room(moves):
+        while self._promised and self._has_room():
             node, leases = self._promised.popleft()
             begun = self._begin(node, leases, moves, now_s, is_promised=True)
             if begun is None:  # it waits for moves under way, or for a slot
@@ -151,9 +151,9 @@ class Offloading:
                 break
         ahead = min(max(CLEAN_AHEAD, self._moves_max), self._pinned_max)
         few = ahead - self._cache.moves.free_blocks
-        if few > 0 and self._has_room(moves):
+        if few > 0 and self._has_room():
             for victim in list(islice(self._cache.moves.next_victims(), few)):
-                if not self._has_room(moves):
+                if not self._has_room():
                     break
                 self._clean(victim, moves, now_s)
         for table in running:
@@ -184,7 +184,7 @@ class Offloading:
 
     # -- internals ----------------------------------------------------------------------------
 
-    def _has_room(self, moves: Sequence[Move]) -> bool:
+    def _has_room(self) -> bool:
         return len(self._moves) < self._moves_max and (
             not self._pinned or self._pinned < self._pinned_max
         )

@@ -59,7 +59,7 @@ class KeptPromises:
     ) -> None:
         self.level = level
         self.copy_again: Callable[[Node], None] = lambda node: None
-        self.store_again: Callable[[Node, float], None] = lambda node, now_s: None
+        self.store_again: Callable[[Node], None] = lambda node: None
         self._cache, self._places, self._windows = cache, places, windows
         self._next_id, self._send = next_id, send
         self._ends: dict[Node, float] = {}
@@ -326,7 +326,7 @@ class KeptPromises:
         if not node.is_bound or self.level == "host":
             return
         if node.record is None:
-            self.store_again(node, now_s)
+            self.store_again(node)
             return
         waiting = [
             one
@@ -403,7 +403,7 @@ class KeptPromises:
             if node.parent is None or not node.keeps_promise:
                 continue
             if node.record is None:
-                self.store_again(node, now_s)
+                self.store_again(node)
             elif self._knows_less(node) and node not in self._renewing:
                 renewed.append(node)
             self._watch(node, now_s)
@@ -413,7 +413,7 @@ class KeptPromises:
         """The disk has lost a record."""
         self._places.lose_record(node)
         if node.host is not None and node.promised:
-            self.store_again(node, self._now_s)
+            self.store_again(node)
 
 
 def _lacks_windows(node: Node) -> bool:

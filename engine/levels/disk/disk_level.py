@@ -61,7 +61,7 @@ class DiskLevel:
         self._quotas: dict[Payer, Quota] = {}
         self._was_heard = self._was_open = False
         self._away_s = 0.0
-        promises.store_again = lambda node, now_s: self.storing.copied([node], now_s)
+        promises.store_again = lambda node: self.storing.copied([node])
         self.recall.begin()
 
     @property
@@ -87,7 +87,7 @@ class DiskLevel:
         elif isinstance(outcome, Recalled):
             self.recall.take(outcome, now_s)
         else:
-            self._hear(outcome, now_s)
+            self._hear(outcome)
 
     def notice_absence(self, passed_s: float) -> None:
         """Give up what only the disk has once it has been away for too long."""
@@ -104,10 +104,10 @@ class DiskLevel:
         for command in self.storing.next_stores(now_s):
             self.storage.send(command)
 
-    def store_all(self, copies: Iterable[Node], now_s: float) -> None:
+    def store_all(self, copies: Iterable[Node]) -> None:
         """Have all promised copies stored that are not, if the disk is open. O(copies)."""
         if self.stats.state == "open":
-            self.storing.copied_all(copies, now_s)
+            self.storing.copied_all(copies)
 
     def keep_here(self, namespace: Namespace) -> None:
         """Have nothing more of a namespace put into the remote store, if there is one."""
@@ -127,14 +127,14 @@ class DiskLevel:
         scaled = Quota(int(quota.floor_blocks * part), most, quota.weight, None, payer)
         self.storage.send(SetStoredQuotas((scaled,)))
 
-    def _hear(self, stats: StorageStats, now_s: float) -> None:
+    def _hear(self, stats: StorageStats) -> None:
         """Take the disk's state; where it has come back, store and recall what was missed."""
         was, self.stats, self._was_heard = self.stats.state, stats, True
         self._was_open = self._was_open or stats.state != "off"
         if was == "off" and stats.state != "off":
             self.recall.begin()
         if was != "open":
-            self.store_all(self._places, now_s)
+            self.store_all(self._places)
         per_day = self._config.disk_write_gib_per_day or self._config.disk_gib
         has_budget = stats.written_bytes_today < per_day * 2**30
         self.storing.has_budget = stats.state == "open" and has_budget

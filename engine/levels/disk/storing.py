@@ -57,7 +57,7 @@ class Storing:
         """Return whether a store is under way or waits."""
         return bool(self._stores or self._waiting)
 
-    def copied(self, copies: Iterable[Node], now_s: float) -> None:
+    def copied(self, copies: Iterable[Node]) -> None:
         """Consider runs that have just come to host memory."""
         wanted = None
         for node in copies:
@@ -66,7 +66,7 @@ class Storing:
         if wanted is not None:
             self._wait(wanted)
 
-    def copied_all(self, copies: Iterable[Node], now_s: float) -> None:
+    def copied_all(self, copies: Iterable[Node]) -> None:
         """Have all promised runs stored that are not: the disk is back, or has just come. `copies`:
         children before parents. O(copies).
         """

@@ -56,6 +56,7 @@ class Recovery:
     `erased`.
     `fidelity`, `at_rest`: of their namespaces, as the table has them, where they are not `exact`
     and `remote`. `pending`, `pending_blocks`: bytes and copies by namespace that are still to come.
+    `dropping`: namespaces whose copies are still to be dropped after an erasure.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class Recovery:
         cache: PrefixCache,
         places: RunPlaces,
         keep: KeepPromise | None,
-        now_s: float,
     ) -> None:
         """Read the table, and claim the slots of its copies; the book notes its own in it from now
         on. About 6 us a copy. `keep` is called with each copy that is promised; None where no level
@@ -88,7 +88,7 @@ class Recovery:
         self.at_rest: dict[Namespace, AtRest] = {}
         self.pending: Counter[Namespace] = Counter()
         self.pending_blocks: Counter[Namespace] = Counter()
-        self._erased: set[Namespace] = set()
+        self.dropping: set[Namespace] = set()
         self._below: dict[int, list[tuple[int, SlotEntry]]] = {}
         self._next: list[tuple[Node | None, int, SlotEntry]] = []
         owners: dict[int, tuple[Payer, Namespace, int]] = {}
@@ -148,19 +148,15 @@ class Recovery:
         `is_part` of it, bring it now, but for what hangs on nothing. Return the blocks and bytes
         that will be dropped. O(1), or as `bring_all`.
         """
-        if namespace not in self.pending or namespace in self._erased:
+        if namespace not in self.pending or namespace in self.dropping:
             return 0, 0
         dropped = self.pending_blocks[namespace], self.pending[namespace]
         if is_part:
             dropped = 0, 0
             self.bring_all(namespace, now_s)
         if namespace in self.pending:
-            self._erased.add(namespace)
+            self.dropping.add(namespace)
         return dropped
-
-    def is_erasing(self, namespace: Namespace) -> bool:
-        """Return whether copies of a namespace are still to be dropped. O(1)."""
-        return namespace in self._erased and namespace in self.pending
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -200,7 +196,7 @@ class Recovery:
     def _bring(self, parent: Node | None, slot: int, entry: SlotEntry, now_s: float) -> None:
         """Give a node the slot of an entry, or drop it, and queue what hangs on it."""
         notes, below = self._notes, self._below.pop(entry.serial, ())
-        if entry.namespace in self._erased:
+        if entry.namespace in self.dropping:
             self._drop(slot, entry, "erased")
             for item in below:
                 if item[1].namespace == entry.namespace:
@@ -265,3 +261,4 @@ class Recovery:
         self.pending_blocks[entry.namespace] -= 1
         if not self.pending_blocks[entry.namespace]:
             del self.pending[entry.namespace], self.pending_blocks[entry.namespace]
+            self.dropping.discard(entry.namespace)
