@@ -74,7 +74,9 @@ class BlockPromises:
         if not table.renews:
             return
         for node, terms, has_room in self._leased_nodes(table.account, nodes):
-            terms.renew_on_release(now_s, promise=has_room)
+            terms.hold_limit(now_s)
+            if has_room:
+                terms.hold_promise(now_s)
             self.update_deadlines(table.account, node, now_s)
 
     def extend_limit(self, node: Node, limit_at_s: float, now_s: float, *, is_new: bool) -> None:

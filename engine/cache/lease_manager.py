@@ -17,11 +17,11 @@ from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.promise_room import NO_ROOM_ASKED, PromiseRoom, asks_promise, cover
 from engine.cache.tree.accounts import NamespaceAccount
-from engine.cache.tree.leases import BlockTerms, LeaseSpans, promised_seconds, spans_of
+from engine.cache.tree.leases import BlockTerms, promised_seconds, spans_of
 from engine.cache.tree.prefix_tree import Node, State, StateBlock, WindowBlock, whole_runs
 from engine.cache.window_promises import WindowPath, cover_windows, first_promised
 
-Spans = Sequence[tuple[int, int, LeaseSpans]]
+Spans = Sequence[tuple[int, int, BlockTerms]]
 """For each lease of a table its tokens, the blocks that its promise covers, and its times."""
 
 
@@ -160,7 +160,7 @@ class LeaseManager:
             for tokens, covered_blocks, requested in table_spans(table, now_s):
                 is_covered = covered_blocks * self._manager.block_size >= position
                 if min(tokens, table.prompt_tokens) == position and is_covered:
-                    block.terms.extend(requested, promised=True)
+                    block.terms.merge(requested)
             self._promises.update_deadlines(table.account, block, now_s)
             table.resumed.append(block)
 
@@ -273,7 +273,7 @@ class LeaseManager:
             if terms is None:
                 terms = node.terms = BlockTerms(-math.inf if is_new else math.inf)
             promised = index < covered_blocks and self._is_promisable(node)
-            terms.extend(requested, promised=promised)
+            terms.merge(requested, promised=promised)
         self._promises.update_deadlines(table.account, node, now_s)
         if table.beside:
             self._extend_windows(table, node, index, spans, now_s)
@@ -300,7 +300,7 @@ class LeaseManager:
             for lease_tokens, covered_blocks, requested in spans:
                 if self._is_read(table, group, index, lease_tokens, covered_blocks):
                     block.terms = block.terms or BlockTerms(math.inf)
-                    block.terms.extend(requested, promised=True)
+                    block.terms.merge(requested)
             self._promises.update_deadlines(table.account, block, now_s)
             table.resumed.append(block)
 
@@ -405,7 +405,7 @@ class LeaseManager:
                 continue
             block.terms = block.terms or BlockTerms(math.inf)
             for _, _, requested in spans:
-                block.terms.extend(requested, promised=True)
+                block.terms.merge(requested)
             self._promises.update_deadlines(table.account, block, now_s)
 
     def _may_promise_last(self, table: BlockTable, block: WindowBlock) -> bool:

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from msgspec import Struct
-
 from engine.api import Retention
 
 Item = TypeVar("Item")
@@ -29,34 +27,9 @@ def promised_seconds(retention: Retention) -> float:
     return limit_s if retention.pinned else min(retention.promise_s, limit_s)
 
 
-class LeaseSpans(Struct, frozen=True, gc=False):
-    """The times that one lease asks of each block that it covers; see `BlockTerms`."""
-
-    name: str
-    limit_at_s: float
-    promise_at_s: float
-    renew_limit_s: float = -math.inf
-    renew_promise_s: float = -math.inf
-    use_limit_s: float = -math.inf
-    use_promise_s: float = -math.inf
-
-
-def spans_of(retention: Retention, started_s: float, now_s: float) -> LeaseSpans:
-    """Return the times of a lease granted at `now_s` to a request that began at `started_s`."""
-    limit_s = math.inf if retention.limit_s is None else retention.limit_s
-    promise_s = promised_seconds(retention)
-    ends = (retention.name, started_s + limit_s, started_s + promise_s)
-    if retention.clock == "absolute" or not retention.renewed_on_read:
-        return LeaseSpans(*ends)
-    if retention.clock == "request_start":
-        return LeaseSpans(*ends, limit_s, promise_s)
-    ends = (retention.name, now_s + limit_s, now_s + promise_s)
-    return LeaseSpans(*ends, limit_s, promise_s, limit_s, promise_s)
-
-
 @dataclass(slots=True, eq=False)
 class BlockTerms:
-    """The combined terms of all leases on one block.
+    """What a lease asks of each block that it covers, or all leases on one block together.
 
     `limit_at_s`: not matched at or after. `promise_at_s`: not evicted before, under the class
     `promised_class`. A read at t moves them to at least t + `renew_*_s`; the end of a use at t to
@@ -73,35 +46,26 @@ class BlockTerms:
     use_promise_s: float = -math.inf
     use_class: str = ""
 
-    def merge(self, other: BlockTerms) -> None:
-        """Take over what other terms of the same tokens ask beyond these."""
-        self.limit_at_s = max(self.limit_at_s, other.limit_at_s)
-        self.renew_limit_s = max(self.renew_limit_s, other.renew_limit_s)
-        self.use_limit_s = max(self.use_limit_s, other.use_limit_s)
-        self.extend_promise(other.promise_at_s, other.promised_class)
-        if other.renew_promise_s > self.renew_promise_s:
-            self.renew_promise_s, self.renew_class = other.renew_promise_s, other.renew_class
-        if other.use_promise_s > self.use_promise_s:
-            self.use_promise_s, self.use_class = other.use_promise_s, other.use_class
+    def merge(self, other: BlockTerms, *, promised: bool = True) -> None:
+        """Take over what a lease, or other terms of the same tokens, asks beyond these. `promised`:
+        its promise covers this block.
+        """
+        if other.limit_at_s > self.limit_at_s:
+            self.limit_at_s = other.limit_at_s
+        if other.renew_limit_s > self.renew_limit_s:
+            self.renew_limit_s = other.renew_limit_s
+        if other.use_limit_s > self.use_limit_s:
+            self.use_limit_s = other.use_limit_s
+        if promised:
+            self.extend_promise(other.promise_at_s, other.promised_class)
+            if other.renew_promise_s > self.renew_promise_s:
+                self.renew_promise_s, self.renew_class = other.renew_promise_s, other.renew_class
+            if other.use_promise_s > self.use_promise_s:
+                self.use_promise_s, self.use_class = other.use_promise_s, other.use_class
 
     def end_promise(self) -> None:
         """Give up the promise: only a later read or lease may begin another."""
         self.promise_at_s = -math.inf
-
-    def extend(self, spans: LeaseSpans, *, promised: bool) -> None:
-        """Add a lease. `promised`: the lease's promise covers this block."""
-        if spans.limit_at_s > self.limit_at_s:
-            self.limit_at_s = spans.limit_at_s
-        if spans.renew_limit_s > self.renew_limit_s:
-            self.renew_limit_s = spans.renew_limit_s
-        if spans.use_limit_s > self.use_limit_s:
-            self.use_limit_s = spans.use_limit_s
-        if promised:
-            self.extend_promise(spans.promise_at_s, spans.name)
-            if spans.renew_promise_s > self.renew_promise_s:
-                self.renew_promise_s, self.renew_class = spans.renew_promise_s, spans.name
-            if spans.use_promise_s > self.use_promise_s:
-                self.use_promise_s, self.use_class = spans.use_promise_s, spans.name
 
     def renew_on_read(self, now_s: float, *, promise: bool) -> None:
         """Extend the times after a read. `promise`: the promise may be renewed too."""
@@ -111,23 +75,15 @@ class BlockTerms:
             self.extend_promise(now_s + self.renew_promise_s, self.renew_class)
 
     def hold_limit(self, now_s: float) -> None:
-        """Extend the limit of a block in use: a clock that counts from the last use has not
-        started.
+        """Extend the limit of a block in use, whose clock counts from the last use and starts when
+        that ends.
         """
-        self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
+        if now_s + self.use_limit_s > self.limit_at_s:
+            self.limit_at_s = now_s + self.use_limit_s
 
     def hold_promise(self, now_s: float) -> None:
         """Extend the promise of a block in use, in the same way, before it ends."""
         self.extend_promise(now_s + self.use_promise_s, self.use_class)
-
-    def renew_on_release(self, now_s: float, *, promise: bool) -> None:
-        """Restart a clock that counts from the last use. `promise`: the promise may be
-        renewed too.
-        """
-        if now_s + self.use_limit_s > self.limit_at_s:
-            self.limit_at_s = now_s + self.use_limit_s
-        if promise:
-            self.extend_promise(now_s + self.use_promise_s, self.use_class)
 
     def extend_promise(self, until_s: float, name: str) -> None:
         """Promise until then under a class, unless it is promised for longer."""
@@ -137,6 +93,19 @@ class BlockTerms:
 
 NO_LIMIT: Final = BlockTerms(math.inf)
 """The terms of a block under no lease."""
+
+
+def spans_of(retention: Retention, started_s: float, now_s: float) -> BlockTerms:
+    """Return what a lease asks, granted at `now_s` to a request that began at `started_s`."""
+    limit_s = math.inf if retention.limit_s is None else retention.limit_s
+    promise_s, name = promised_seconds(retention), retention.name
+    ends = started_s + limit_s, started_s + promise_s, name
+    if retention.clock == "absolute" or not retention.renewed_on_read:
+        return BlockTerms(*ends)
+    renewed = limit_s, promise_s, name
+    if retention.clock == "request_start":
+        return BlockTerms(*ends, *renewed)
+    return BlockTerms(now_s + limit_s, now_s + promise_s, name, *renewed, *renewed)
 
 
 class Deadlines(Generic[Item]):
