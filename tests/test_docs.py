@@ -123,7 +123,7 @@ def sentences(text: str) -> list[str]:
 
 LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.) ")
 SENTENCE_WORDS_MAX = 35
-LONG_SENTENCES_MAX = 55
+LONG_SENTENCES_MAX = 43
 """Sentences of more words, in all manuals, READMEs and the map. It may only shrink."""
 
 
