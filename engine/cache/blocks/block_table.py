@@ -12,75 +12,68 @@ from engine.cache.tree.prefix_tree import Node, WindowBlock
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
-    """One sequence's block table. Each entry is pinned. Only the cache's modules change it.
-
-    Readers may use `blocks` (live: the list itself grows; under an attention window with a hole
-    where a block was let go), `beside` (the same for each window group, with holes behind its
-    window), `version` (grows when an existing entry changes to another block), `kv_tokens` (tokens
-    whose KV is in place), `writable_tokens` (up to it the slots that the next step may write exist
-    and are this table's alone; 0 where only `PrefixCache.grow` can tell), `namespace`, `leases` and
-    `attention` (the window of its sequence).
-
-    `resume_gap_tokens`: what the match lost because no window's blocks or state were kept there.
-    `renews`: its reads and its end renew the leases of the blocks that it uses.
-
-    The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
-    which the next full block is committed. `requested_leases`: each lease, with the number of
-    leading blocks that its promise covers; `prompt_tokens`: the most tokens that a lease covers.
-    `reserved`: promised blocks that are not computed yet. `known_runs`: the entries that were
-    matched, with those behind them whose promises a level below keeps. `binds`: the node that the
-    reserved blocks bind to the device, with those above it. `is_suspended`: the sequence was
-    preempted and has no blocks; the table keeps the room of its promises until it begins again.
-    `holes`: under an attention window, entries of `blocks` that are holes, behind the sinks.
-
-    For window groups: `first`: by group, the first entry that is no hole. `aside`: by group,
-    entries that a load has made holes, from an index on, until it has ended. `advanced`: the whole
-    blocks up to which blocks were let go. `marks`: positions still to be passed at which there is a
-    reason to resume, ascending. `window_promises`: by group, the entries that the promises cover;
-    `window_kept`: those of them, with their groups, whose promises a level below kept when the
-    table began. `resumed`: window blocks whose promises the end of the sequence renews, and once it
-    has ended, those that resuming there reads.
-
-    For states, with `marks`: `kept`: by position, the blocks to which a launched step copies the
-    state there. `restores`: the blocks of the state that its first row begins from, pinned until
-    that is launched. `state_tokens`: where it last had a state that is kept. `state_promises`: the
-    positions of states that its leases will promise, with the blocks reserved for each: none where
-    it is kept already.
+    """One sequence's block table. Each entry is pinned. Only the cache's modules change it. Readers
+    may use the fields from `attention` to `resume_gap_tokens`, and `namespace`.
     """
 
     account: NamespaceAccount
     started_s: float
     write: bool
-    attention: BlockWindow | None = None
-    renews: bool = True
+    attention: BlockWindow | None = None  # the window of its sequence
+    renews: bool = True  # its reads and its end renew the leases of the blocks that it uses
+    # As `blocks` for each window group, with holes behind its window.
     beside: tuple[list[int], ...] = ()
+    # The list itself grows. Under an attention window a block that was let go leaves a hole.
     blocks: list[int] = field(default_factory=list)
-    version: int = 0
-    kv_tokens: int = 0
+    version: int = 0  # grows when an entry changes to another block
+    kv_tokens: int = 0  # with their KV in place
+    # The slots up to it that the next step may write exist, and belong to this table only; 0 if
+    # `PrefixCache.grow` has to say.
     writable_tokens: int = 0
     leases: tuple[LeaseGrant, ...] = ()
-    resume_gap_tokens: int = 0
-    node: Node = field(init=False)
+    resume_gap_tokens: int = 0  # that the match lost, since no window's blocks or state were there
+
+    # -- of the cache -------------------------------------------------------------------------
+
+    node: Node = field(init=False)  # of block `committed` - 1: the next full block goes under it
     committed: int = 0
+    # Each lease, with the number of leading blocks that its promise covers.
     requested_leases: tuple[tuple[LeaseRequest, int], ...] = ()
-    prompt_tokens: int = 0
-    reserved: int = 0
-    known_runs: int = 0
-    binds: Node | None = None
-    first: list[int] = field(init=False)
-    aside: tuple[tuple[int, list[int]], ...] = ()
-    advanced: int = 0
-    holes: int = 0
-    marks: list[int] = field(default_factory=list)
-    window_promises: tuple[set[int], ...] = field(init=False)
-    window_kept: Collection[tuple[int, int]] = ()
-    resumed: list[WindowBlock] = field(default_factory=list)
-    kept: dict[int, list[int]] = field(default_factory=dict)
-    restores: list[int] = field(default_factory=list)
-    state_tokens: int = 0
-    state_promises: dict[int, int] = field(default_factory=dict)
+    prompt_tokens: int = 0  # the most that a lease covers
+    reserved: int = 0  # promised blocks that are not computed yet
+    known_runs: int = 0  # matched, with those behind whose promises a level keeps
+    binds: Node | None = None  # what the reserved blocks bind to the device, with those above it
+    # The sequence was preempted and has no blocks. The table keeps the room of its promises until
+    # it begins again.
     is_suspended: bool = False
+    holes: int = 0  # of `blocks` behind the sinks, under an attention window
     write_epoch: int = field(init=False)
+
+    # -- for window groups --------------------------------------------------------------------
+
+    first: list[int] = field(init=False)  # by group, the first entry that is no hole
+    # By group, entries that a load has made holes, from an index on, until it has ended.
+    aside: tuple[tuple[int, list[int]], ...] = ()
+    advanced: int = 0  # the whole blocks up to which blocks were let go
+    # Positions still to be passed at which there is a reason to resume, ascending.
+    marks: list[int] = field(default_factory=list)
+    window_promises: tuple[set[int], ...] = field(init=False)  # by group, the entries covered
+    # Those of them, with their groups, that a level had kept promised when the table began.
+    window_kept: Collection[tuple[int, int]] = ()
+    # The window blocks whose promises the end of the sequence renews, and once it has ended, those
+    # that resuming there reads.
+    resumed: list[WindowBlock] = field(default_factory=list)
+
+    # -- for states, with `marks` -------------------------------------------------------------
+
+    # By position, the blocks to which a launched step copies the state there.
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    # The blocks of the state that its first row begins from, pinned until that is launched.
+    restores: list[int] = field(default_factory=list)
+    state_tokens: int = 0  # where it last had a state that is kept
+    # The positions of states that its leases will promise, with the blocks reserved for each: none
+    # if it is kept already.
+    state_promises: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.node = self.account.tree.root
