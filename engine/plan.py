@@ -18,8 +18,9 @@ token that a sequence with a mask samples is one that its mask, or the row's beh
 it, allows, for any logits; masks are not written after the launch. 6. No token is sampled from a
 row of logits that has a NaN or nothing above minus infinity: the sequences that would sample from
 it are in `failed`. 7. A sequence that begins has recurrent states of zeros, or those that
-`restores` names; each row goes on where the row before it, or the restored state, ended. Sequences
-that part after a row have its states.
+`restores` names; each row goes on where the row before it, or the restored state, ended. A row with
+drafts ends before them: what was accepted is silent in the sequence's next row. Sequences that part
+after a row have its states.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Row(Struct, frozen=True, gc=False):
     reads may be a hole."""
     silent: int = 0
     """The first tokens of `count`, which bring a sequence's recurrent states up to the others:
-    their KV is in place and is not written. A sequence's first row since it began may have some."""
+    their KV is in place and is not written. A sequence's first row since it began may have some,
+    and the one behind a row with drafts."""
     drafts: int = 0
     """The last `drafts` of `token_ids` are drafts of its one sample, which draws at their positions
     and the one before them."""

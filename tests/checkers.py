@@ -271,7 +271,7 @@ class World:
             constraints=Constraints(self.grammars),
             **below,
         )
-        if self._draft_right is not None and not self.cache.states.blocks:
+        if self._draft_right is not None:
             source = OracleSource(self._answer, self._draft_right, self.vocab_size, seed=7)
             self.core.drafts.drafter = Drafter(FREE_DRAFTS, [source])
         self.runner.namespace_of = lambda number: self._request_of(number).grant.namespace

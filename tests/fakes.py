@@ -117,7 +117,8 @@ class FakeRunner:
     `attention_of` returns a sequence's attention window: each token must read the keys that this
     allows it, no more and no less, and what is computed beyond its shared blocks is another
     sequence's KV for all others. With `state_blocks`, a sequence has a recurrent state, the prefix
-    that it was computed from, which each row takes on and which is kept in that many blocks.
+    that it was computed from, which each row takes on up to its drafts and which is kept in that
+    many blocks.
     Single-threaded; every call is O(tokens), with an attention window O(tokens * tokens).
     """
 
@@ -247,14 +248,15 @@ class FakeRunner:
             raise OracleError(f"{row.sequence_id}: its block table does not reach {end}")
         in_flight = set().union(*self._broken.values())
         firsts = (0, *(max(0, row.start - window + 1) for window in self.windows))
-        read = set(range(row.start)) if row.attention is None else self._keys_read(row)
+        in_place = row.start + row.silent
+        read = set(range(in_place)) if row.attention is None else self._keys_read(row)
         if row.attention is not None or self.attention_of(row.sequence_id) is not None:
             self._check_keys(row)
         contents = self._contents(row.sequence_id)
         broken = [
             self._read(row, group, position, contents[position], in_flight)
             for group, first in enumerate(firsts)
-            for position in (read if group == 0 else range(first, row.start))
+            for position in (read if group == 0 else range(first, in_place))
         ]
         return any(broken)
 
@@ -315,7 +317,7 @@ class FakeRunner:
         contents = list(self._contents(row.sequence_id))
         del self.tokens[row.sequence_id][known:], self.tags[row.sequence_id][known:]
         for group in range(1 + len(self.windows)):
-            for position in range(row.start, row.start + row.count):
+            for position in range(row.start + row.silent, row.start + row.count):
                 slot = self._slot(row, group, position)
                 if slot in written:
                     raise OracleError(f"{row.sequence_id}: a slot that another row writes too")
@@ -323,7 +325,7 @@ class FakeRunner:
                 self.slots[slot] = BROKEN if is_broken else (namespace, group, contents[position])
         self.computed_tokens += row.count
         for sequence_id in (row.sequence_id, *row.samples):
-            self._states[sequence_id] = row.start + row.count
+            self._states[sequence_id] = row.start + row.count - row.drafts
 
     def _restore(self, copy: StateCopy) -> None:
         """Take a sequence's state from blocks, which must have that of its own prefix."""

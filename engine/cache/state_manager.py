@@ -123,15 +123,16 @@ class StateManager:
         table.state_tokens = position
         return tuple(blocks)
 
-    def keep_last(self, table: BlockTable, now_s: float) -> tuple[int, ...]:
-        """Return blocks for the state at the end of a table whose use ends, where the next step
-        begins by copying it; none if no state is wanted there, or there is no room. O(blocks).
+    def keep_last(self, table: BlockTable, position: int, now_s: float) -> tuple[int, ...]:
+        """Return blocks for the state at `position` near the end of a table whose use ends, where
+        the next step begins by copying it; none if no state is wanted there, or there is no room.
+        O(blocks).
         """
-        last = table.kv_tokens - self._spacing
-        if not self.blocks or last < table.state_tokens:
+        is_far = table.kv_tokens - self._spacing >= table.state_tokens
+        if not self.blocks or not is_far or position <= table.state_tokens:
             return ()
-        table.marks = [table.kv_tokens]
-        return self.keep(table, table.kv_tokens, now_s)
+        table.marks = [position]
+        return self.keep(table, position, now_s)
 
     def commit(
         self, table: BlockTable, tokens: Sequence[int], now_s: float

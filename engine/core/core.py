@@ -122,7 +122,10 @@ class Core:
         drafter = None
         if len(draft_step_s) > 1 and config.speculation == "auto":
             exposed_s = EXPOSED_S if pipeline_depth > 1 else 0.0
-            drafter = Drafter(draft_step_s, exposed_s=exposed_s, model=draft_model)
+            drafter = Drafter(
+                draft_step_s, exposed_s=exposed_s, model=draft_model,
+                computes_twice=self.scheduler.has_states,
+            )  # fmt: skip
         self.drafts = StepDrafts(
             drafter, self.scheduler, self.constraints, cache, config.step_tokens_max
         )

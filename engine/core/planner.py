@@ -148,7 +148,7 @@ class StepPlanner:
                 sampling[sequence_id] = sequence
                 if sequence.mask is not None:
                     masks[sequence_id] = sequence.mask
-            sequence.computed = end
+            sequence.computed, sequence.state_lag = end, 0
             logprobs = next_token_id = window = None
             if start < sequence.prompt_tokens and not sequence.parent.is_forked:
                 logprobs = sequence.parent.request.prompt_logprobs

@@ -84,9 +84,12 @@ class StepDrafts:
         if self.drafter is None or not rows:
             return slices, {}
         tokens = sum(piece.count + piece.silent for piece in slices)
+        again = sum(sequence.state_lag for sequence in rows)
+        later = sum(sequence.state_lag for sequence in self._scheduler.running) - again
         draws = sum(piece.sequence.batch_slots for piece in slices)
-        most = min(self._tokens_max - tokens, len(self.drafter.times) - draws)
-        found = self.drafter.propose(rows, most, tokens - len(rows))
+        # What is accepted, here and before, fits into a later step, which computes it again.
+        most = min(self._tokens_max - tokens - later, len(self.drafter.times) - draws - again)
+        found = self.drafter.propose(rows, most, tokens - len(rows) - again)
         if not found:
             return slices, found
         drafted: list[Slice] = []
@@ -129,6 +132,8 @@ class StepDrafts:
             table, end = sequence.table, len(sequence.tokens) - 1
             assert table is not None, "a sequence with drafts in flight is not preempted"
             sequence.computed = end
+            if self._scheduler.has_states:
+                sequence.state_lag = len(token_ids) - 1
             sequence.computed_before = max(sequence.computed_before, end)
             self._cache.commit(table, sequence.tokens, end, now_s)
             self._scheduler.prefix_sharing.resume_reached(sequence)
@@ -141,8 +146,8 @@ class StepDrafts:
         if in_flight.guessed_s is not None:
             self.drafter.times.record_exposed(result.waited_s - in_flight.guessed_s)
         rows = in_flight.slices[: in_flight.rows]
-        if all(piece.count == 1 and not piece.silent for piece in rows):
-            tokens = sum(1 + len(piece.drafts) for piece in rows)
+        if all(piece.count == 1 for piece in rows):
+            tokens = sum(piece.silent + 1 + len(piece.drafts) for piece in rows)
             self.drafter.times.record(tokens, result.elapsed_s)
 
     def end(self, sequence: Sequence) -> None:
@@ -165,5 +170,6 @@ class StepDrafts:
 def _takes_drafts(piece: Slice) -> bool:
     """Return whether a slice is a row of a known output token."""
     sequence = piece.sequence
-    is_row = piece.count == 1 and not piece.silent and not piece.keeps
+    has_run_up = piece.silent > sequence.state_lag
+    is_row = piece.count == 1 and not piece.keeps and not has_run_up
     return is_row and sequence.prompt_tokens <= piece.start == len(sequence.tokens) - 1

@@ -176,6 +176,7 @@ class _Able(Struct, frozen=True):
 class Drafter:
     """Drafts for sequences. `step_s`, `exposed_s`: see `StepTimes`; steps of more decoding
     sequences than there are times get none. `model`: a small model, whose guesses take time.
+    `computes_twice`: the step behind one with drafts computes those once more that were accepted.
 
     `model_s`: seconds that it took in the last call of `propose`.
     """
@@ -186,8 +187,11 @@ class Drafter:
         sources: abc.Sequence[DraftSource] | None = None,
         exposed_s: float = 0.0,
         model: ModelSource | None = None,
+        *,
+        computes_twice: bool = False,
     ) -> None:
         self.times = StepTimes(step_s, exposed_s)
+        self._computes_twice = computes_twice
         self.model = model
         self.model_s = 0.0
         self._sources = tuple(
@@ -377,7 +381,8 @@ class Drafter:
                 expected, tokens = expected + gain, tokens + drafts
             if not limits or tokens - rows > most:
                 break
-            rate = expected / (self.times.seconds(tokens) + waited_s + depth * one_s)
+            step_s = self._seconds(tokens, expected - rows)
+            rate = expected / (step_s + waited_s + depth * one_s)
             if rate > best:
                 best, chosen = rate, limits
             elif chosen:
@@ -439,7 +444,7 @@ class Drafter:
             best = rows / (plain_s + times.exposed_s)
         for number, (gain, _) in enumerate(gains, 1):
             expected += gain
-            drafted_s = times.seconds(tokens + number) + times.exposed_s
+            drafted_s = self._seconds(tokens + number, expected - rows) + times.exposed_s
             if drafted_s > longest_s:
                 break
             if expected / drafted_s > best:
@@ -448,6 +453,16 @@ class Drafter:
         for _, sequence_id in gains[:chosen]:
             counts[sequence_id] = counts.get(sequence_id, 0) + 1
         return counts, best
+
+    def _seconds(self, tokens: int, accepted: float) -> float:
+        """Return the seconds of a step, with what its accepted drafts cost the next one."""
+        seconds = self.times.seconds(tokens)
+        if not self._computes_twice:
+            return seconds
+        whole, part = divmod(accepted, 1)
+        if whole:
+            seconds = self.times.seconds(tokens + int(whole))
+        return seconds + part * (self.times.seconds(tokens + int(whole) + 1) - seconds)
 
     def note(self, sequence: Sequence, draft: Draft | None, token_ids: abc.Sequence[int]) -> None:
         """Learn the tokens that a step sampled of a sequence, and how well they were drafted."""
@@ -494,7 +509,8 @@ class Drafter:
         A small model is asked for all sequences of a step or for none: for one it only forgets what
         it was long ago.
         """
-        if trust.client is not None or (1 + trust.acceptance) / self.times.seconds(2) < (
+        drafted_s = self._seconds(2, trust.acceptance)
+        if trust.client is not None or (1 + trust.acceptance) / drafted_s < (
             GAIN_MIN / self.times.seconds(1)
         ):
             trust.rested = 1

@@ -347,6 +347,7 @@ class CpuRecurrence:
         return {
             "rows": len(states.slots),
             "row_first": states.firsts.ctypes.data,
+            "row_drafts": states.drafts.ctypes.data,
             "row_slot": states.slots.ctypes.data,
             "states": states.data.data_ptr(),
             "state_bytes": states.layout.bytes,

@@ -311,6 +311,7 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
     check_room_for_states(card.config, runner.state_blocks, form, config)
     runner.warm_up()
+    is_drafting = config.speculation == "auto"
     return LoadedModel(
         runner,
         runner.kv,
@@ -318,13 +319,5 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
         pipeline_depth=1,
         attention_lacks=lacks_attention_windows(card.config, form),
         state_blocks=runner.state_blocks,
-        draft_step_s=_draft_step_s(card, config, runner),
+        draft_step_s=runner.time_steps(DRAFTED_TOKENS_MAX) if is_drafting else (),
     )
-
-
-def _draft_step_s(card: ModelCard, config: EngineConfig, runner: CpuRunner) -> tuple[float, ...]:
-    """Return the times of steps that verify drafts; none where drafts are off, or where the model
-    has a recurrent state, which cannot be cut back to the accepted drafts."""
-    if config.speculation == "off" or card.config.recurrent_layers:
-        return ()
-    return runner.time_steps(DRAFTED_TOKENS_MAX)

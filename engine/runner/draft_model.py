@@ -41,7 +41,7 @@ def build_draft_model(
     Memory: its weights, and KV of 512 tokens for each of at most 32 sequences. Raises ModelError,
     `unsupported` for a pair that cannot draft.
     """
-    if lack := lacking_for_drafts(card, draft, config):
+    if lack := lacking_for_drafts(draft, config):
         raise ModelError("unsupported", f"engine.draft_model: {lack}")
     places = config.draft_places
     groups = len(deal_groups([layer.window for layer in draft.config.layers]))
@@ -94,14 +94,10 @@ def count_host_time(source: ModelSource, step_s: tuple[float, ...]) -> None:
     source.times = StepTimes([*steps, *(steps[-1] + count * a_token_s for count in more)])
 
 
-def lacking_for_drafts(card: ModelCard, draft: ModelCard, config: EngineConfig) -> str:
-    """Return why a model cannot have a draft model, or this one not; "" if it can."""
-    for one in (card, draft):
-        if one.config.recurrent_layers:
-            return (
-                f"{one.name} has recurrent states, which cannot be cut back to the accepted drafts;"
-                " expected a model without"
-            )
+def lacking_for_drafts(draft: ModelCard, config: EngineConfig) -> str:
+    """Return why a model cannot draft for another, or "" if it can."""
+    if draft.config.recurrent_layers:
+        return f"{draft.name} has recurrent states; expected a draft model without"
     if len(config.gpus) > 1:
         return f"engine.gpus names {len(config.gpus)} GPUs; expected one"
     if draft.config.context < DRAFT_PLACE_TOKENS:

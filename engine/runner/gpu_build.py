@@ -93,11 +93,11 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         runner, kv = assemble(
             card.config, weights, kv_form, blocks, devices, context=context,
             seats=config.sequences_max + SPARE_SEATS,
-            tokens_max=config.step_tokens_max + config.sequences_max,
+            tokens_max=config.step_tokens_max + config.sequences_max + card.config.run_up,
         )  # fmt: skip
         with torch.inference_mode():
             runner.warm_up(limits)
-            is_drafting = may_draft(card.config, config)
+            is_drafting = config.speculation == "auto"
             draft_step_s = runner.time_steps(DRAFTED_TOKENS_MAX) if is_drafting else ()
     return LoadedModel(
         runner, kv, context, pipeline_depth=2, draft_step_s=draft_step_s,
@@ -192,12 +192,6 @@ def lacking_kernel(model: Architecture) -> str:
     if spec.group_size > GROUP_SIZE_MAX:
         return f"{spec.group_size} query heads share a KV head; kernels take {GROUP_SIZE_MAX}"
     return ""
-
-
-def may_draft(model: Architecture, config: EngineConfig) -> bool:
-    """Return whether steps may verify drafts: not those of a model with recurrent states, which
-    cannot be cut back to the accepted ones."""
-    return config.speculation == "auto" and not model.recurrent_layers
 
 
 def check_dtypes(config: EngineConfig) -> None:

@@ -42,7 +42,7 @@ from engine.sampling.gpu_sampler import Draws, GpuSampler
 from engine.sampling.sampler import FAILURES
 from engine.states.gpu_states import GpuStates
 from engine.states.places import blocks_of_state
-from engine.states.step_runs import fill_runs
+from engine.states.step_runs import FEW, fill_runs
 
 BUCKETS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
@@ -318,16 +318,22 @@ class GpuRunner:
         return tuple(np.maximum.accumulate(took_s).tolist()) if took_s[0] > 0 else ()
 
     def _time_step(self, tokens: int) -> float:
-        """Return the seconds of a step of a sequence's first tokens, all but one of them drafts."""
-        ids, table = [0] * tokens, [0] * -(-tokens // self.block_size)
-        row = Row(
-            -1, 0, tokens, table, 0, ids, (-1,), drafts=tokens - 1,
-            beside=(table,) * (self.kv.format.blocks_per_run - 1),
+        """Return the seconds of a step of a sequence's first tokens, all but one of them drafts;
+        with recurrent states, of several sequences."""
+        longest = tokens if self.states is None else FEW // 2
+        counts = {-1 - at: min(longest, tokens - at) for at in range(0, tokens, longest)}
+        table = [0] * -(-longest // self.block_size)
+        rows = tuple(
+            Row(
+                sequence, 0, count, table, 0, [0] * count, (sequence,), drafts=count - 1,
+                beside=(table,) * (self.kv.format.blocks_per_run - 1),
+            )
+            for sequence, count in counts.items()
         )  # fmt: skip
-        begun = BegunSequence(-1, Sampling(temperature=0), ids[:1], 1)
-        self.launch(StepPlan(0, (row,), begun=(begun,)))
+        begun = tuple(BegunSequence(one, Sampling(temperature=0), [0], 1) for one in counts)
+        self.launch(StepPlan(0, rows, begun=begun))
         elapsed_s = self.collect().elapsed_s
-        self._update_seats(StepPlan(0, (), ended=(-1,)))
+        self._update_seats(StepPlan(0, (), ended=tuple(counts)[::-1]))
         return elapsed_s
 
     def capture_all(self, sequences: int) -> None:
@@ -387,7 +393,7 @@ class GpuRunner:
         else:
             shape = self._mixed_shape(bucket or total, 0 if bucket else max(1, len(drawing)))
         assert set(work.classes) <= set(shape.classes), "the step's graph lacks a tile class"
-        self._fill_rows(step, shape.rows)
+        self._fill_rows(step, shape)
         offsets = self._fill_draws(rows, counts, drawing, shape.draws or shape.rows)
         draft_masks = {row.sequence_id: row.draft_masks for row in rows if row.draft_masks}
         draws = self.sampler.fill(
@@ -474,8 +480,9 @@ class GpuRunner:
                 with self._crew.on(lane.number):
                     lane.attention.update_tables(*lane.entries.send(*entries))
 
-    def _fill_rows(self, step: StepRows, width: int) -> None:
-        """Lay out the rows in the pinned buffer; padding rows up to `width` write no KV."""
+    def _fill_rows(self, step: StepRows, shape: StepShape) -> None:
+        """Lay out the rows in the pinned buffer; padding rows up to the shape's write no KV."""
+        width = shape.rows
         for lane in self._lanes:
             lane.inputs.wait()
         host, total = self.inputs.host, step.total
@@ -493,8 +500,9 @@ class GpuRunner:
             section[total:width] = -1
             if self.states is not None:
                 _silence(step.rows, section)
-        if self.states is not None and total > len(step.rows):
-            fill_runs(self.inputs.host_runs, step.counts)
+        if self.states is not None and shape.causal:
+            drafts = np.fromiter(map(_drafts, step.rows), np.int32, len(step.rows))
+            fill_runs(self.inputs.host_runs, step.counts, drafts)
 
     def _fill_draws(
         self, rows: Sequence[Row], counts: np.ndarray, drawing: list[int], width: int

@@ -40,12 +40,28 @@ class PrefixSharing:
         `found`: the sequence's cached prefix. A sequence that waits leaves the request queue.
         O(running), and O(log blocks) for each running sequence with the same next block.
         """
-        size, target_tokens = self._size, found.cached_tokens
-        if sequence.parent.request.prompt_logprobs is not None or not sequence.may_wait:
+        leader, target_tokens = self.leader_of(sequence, found, running)
+        if leader is None:
             return False
+        leader.followers.append((target_tokens, sequence))
+        sequence.leader = leader
+        self._queue.remove(sequence)
+        self.waiting[sequence.sequence_id] = sequence
+        return True
+
+    def leader_of(
+        self, sequence: Sequence, found: TreeMatch | None, running: Iterable[Sequence]
+    ) -> tuple[Sequence | None, int]:
+        """Return the one of `running` that is computing most of the tokens that `sequence` needs
+        behind its cached prefix, and up to where; None and 0 if none is. Costs what
+        `wait_for_leader` does.
+        """
+        size, target_tokens = self._size, 0 if found is None else found.cached_tokens
+        if sequence.parent.request.prompt_logprobs is not None or not sequence.may_wait:
+            return None, 0
         usable = sequence.shared_tokens((len(sequence.tokens) - 1) // size * size, size)
         if target_tokens >= usable:
-            return False  # every whole block it could use is cached
+            return None, 0  # every whole block it could use is cached
         namespace, best = sequence.parent.request.grant.namespace, None
         missing_block = _block_at(sequence, target_tokens, size)
         for other in running:
@@ -63,13 +79,7 @@ class PrefixSharing:
             if common > max(target_tokens, other.table.kv_tokens):
                 best, target_tokens = other, common
                 missing_block = _block_at(sequence, target_tokens, size)
-        if best is None:
-            return False
-        best.followers.append((target_tokens, sequence))
-        sequence.leader = best
-        self._queue.remove(sequence)
-        self.waiting[sequence.sequence_id] = sequence
-        return True
+        return best, target_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, whether it waits here or not."""

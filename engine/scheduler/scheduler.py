@@ -89,7 +89,8 @@ class Scheduler:
 
     `compiling`: sequences that wait for a grammar. `loading`: those that wait for a level below the
     device, None without levels. `ended_ids`: ids to report to the runner as ended. `run_up`:
-    `Architecture.run_up`. `last_keeps`: the states that these leave.
+    `Architecture.run_up`; `has_states`: sequences have recurrent states. `last_keeps`: the states
+    that these leave.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.run_up = run_up
+        self.has_states = bool(run_up or cache.states.blocks)
         self.config = config
         self.step_cost = step_cost
         self.queue = RequestQueue()
@@ -206,6 +208,8 @@ class Scheduler:
         for sequence in self.queue.in_order(prefilling, only=is_full, count_missing=count_missing):
             budget.turn_to(sequence.parent.turn)
             if budget.is_spent or (is_full and not left and not may_claim):
+                if self.cache.states.blocks and sequence.table is None:
+                    self._mark_for_next(sequence)
                 break
             if not self.isolation.allows(sequence, turn):
                 continue
@@ -241,6 +245,14 @@ class Scheduler:
         leader = sequence.leader
         if leader is not None and leader.table is not None:
             self.cache.mark_resume_point(leader.table, leader.followers[-1][0])
+
+    def _mark_for_next(self, sequence: Sequence) -> None:
+        """Let the one that computes what the next waiting sequence begins with keep a state where
+        they part: it cannot resume elsewhere. O(running)."""
+        if sequence.parent.request.grant.read:
+            leader, tokens = self.prefix_sharing.leader_of(sequence, None, self.running)
+            if leader is not None and leader.table is not None and leader.computed < tokens:
+                self.cache.mark_resume_point(leader.table, tokens)
 
     def _is_quick(self, sequence: Sequence, now_s: float) -> bool:
         """Return whether a waiting sequence may claim a slot of a full batch by how little it has
@@ -315,10 +327,12 @@ class Scheduler:
     def _slice(
         self, sequence: Sequence, table: BlockTable, start: int, count: int, now_s: float
     ) -> Slice:
-        """Return a slice. A sequence that resumes brings its recurrent states up to it first; where
-        a state is wanted at its end, it is kept if there is room.
+        """Return a slice. A sequence that resumes, or whose drafts were accepted, brings its
+        recurrent states up to it first; where one is wanted at its end, it is kept if there is
+        room.
         """
-        silent = 0 if sequence.is_known_to_runner else min(self.run_up, start)
+        is_known = sequence.is_known_to_runner
+        silent = sequence.state_lag if is_known else min(self.run_up, start)
         keeps = self.cache.states.keep(table, start + count, now_s) if table.marks else ()
         return Slice(sequence, table, start, count, silent, keeps)
 
@@ -328,7 +342,10 @@ class Scheduler:
             self._shared_at_s = now_s
         target_s = self.config.gap_target_ms / 1000
         shared_s = self.config.gap_target_shared_ms / 1000 or target_s
-        tokens = max(1, self.config.step_tokens_max - len(decodes))
+        tokens = self.config.step_tokens_max - len(decodes)
+        if self.has_states:
+            tokens -= sum(piece.silent for piece in decodes.values())
+        tokens = max(1, tokens)
         if not self.queue and len(decodes) == len(self.running):
             return PromptBudget(self.step_cost, tokens, target_s, shared_s)  # no prompt
         is_shared = self.is_shared(now_s)
@@ -483,8 +500,9 @@ class Scheduler:
 
     def _keep_state(self, sequence: Sequence, table: BlockTable, now_s: float) -> None:
         """Keep the state of a sequence that ends, unless a launched step has taken it further."""
+        position = table.kv_tokens - sequence.state_lag
         if sequence.computed == table.kv_tokens and (
-            blocks := self.cache.states.keep_last(table, now_s)
+            blocks := self.cache.states.keep_last(table, position, now_s)
         ):
             self.last_keeps.append(StateCopy(sequence.sequence_id, blocks))
 
@@ -513,6 +531,6 @@ class Scheduler:
             else:
                 self.cache.release(table, tokens, now_s, keep=keep, is_complete=is_complete)
             sequence.table = None
-        sequence.computed = 0
+        sequence.computed = sequence.state_lag = 0
         sequence.order_key = b""
         self.prefix_sharing.release_followers(sequence)

@@ -29,8 +29,9 @@ class Sequence:
     computes nothing. `matcher`: its place in the request's grammar; `mask`: the tokens that may
     come next, None until it is computed for the last token; `has_slow_mask`: computing it took
     long. `preemptions`: how often it was preempted for lack of blocks or for a higher priority;
-    `claims`: for another payer's share. `suspended`: its table from before the last preemption,
-    which keeps the room of its promises.
+    `claims`: for another payer's share. `state_lag`: its last computed tokens that its recurrent
+    states have not taken in: accepted drafts. `suspended`: its table from before the last
+    preemption, which keeps the room of its promises.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Sequence:
         "prompt_tokens",
         "sequence_id",
         "stalled_steps",
+        "state_lag",
         "suspended",
         "table",
         "tokens",
@@ -90,6 +92,7 @@ class Sequence:
         self.missing_tokens: int | None = None  # of a waiting prompt that was looked up
         self.is_ended = self.is_halted = False
         self.is_known_to_runner = False
+        self.state_lag = 0
         self.followers: list[tuple[int, Sequence]] = []
         self.leader: Sequence | None = None
         self.load: Load | None = None

@@ -36,7 +36,8 @@ class SequenceStates(StatePlaces):
         self._rows = torch.empty(0, dtype=torch.int64)
         self._reads = self._keeps = self._rows
         self._singles = self._single_slots = self._rows
-        self._longer: list[tuple[int, int, int]] = []
+        self._longer: list[tuple[int, int, int, int]] = []
+        """Of rows of several tokens: place, first, first draft, end."""
 
     def begin(self, plan: StepPlan) -> list[int]:
         """Lay out a step; see `StatePlaces.begin`. O(tokens)."""
@@ -54,10 +55,11 @@ class SequenceStates(StatePlaces):
             if row.count == 1:
                 singles.append((first, slots[index]))
             else:
-                self._longer.append((slots[index], first, first + row.count))
+                drafts = first + row.count - row.drafts
+                self._longer.append((slots[index], first, drafts, first + row.count))
             end += row.count
             reads.append(inputs[torch.arange(row.count)[:, None] + taps])
-            keeps.append(inputs[len(inputs) - kept :])
+            keeps.append(inputs[row.count - row.drafts :][:kept])
         device = self.data.device
         self._rows = torch.tensor(slots, dtype=torch.int64).to(device)
         places = torch.tensor(singles, dtype=torch.int64).view(-1, 2).to(device)
@@ -109,13 +111,15 @@ class SequenceStates(StatePlaces):
         like: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Return what the step's tokens read, as `like` [T, ...]: rows of one token together by
-        `token`, the others one by one by `chunk`."""
+        `token`, the others one by one by `chunk`, and behind each its drafts."""
         states, out = self.layout.matrices(self.data, layer), torch.empty_like(like)
         if len(self._singles):
             given = [x[self._singles] for x in inputs]
             out[self._singles], after = token(*given, states[self._single_slots])
             states[self._single_slots] = after
-        for slot, first, end in self._longer:
-            given = [x[first:end] for x in inputs]
-            out[first:end], states[slot] = chunk(*given, states[slot])
+        for slot, first, drafts, end in self._longer:
+            out[first:drafts], after = chunk(*(x[first:drafts] for x in inputs), states[slot])
+            states[slot] = after
+            if drafts < end:
+                out[drafts:end], _ = chunk(*(x[drafts:end] for x in inputs), after)
         return out

@@ -10,25 +10,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.gpu.recurrent.step import CHUNK, StepRuns, chunks_max
+from kernels.gpu.recurrent.step import CHUNK, FEW, StepRuns, chunks_max
 
-__all__ = ["RUN_SECTIONS", "StepRuns", "fill_runs", "step_runs"]
+__all__ = ["FEW", "RUN_SECTIONS", "StepRuns", "fill_runs", "step_runs"]
 
 Int32 = npt.NDArray[np.int32]
 
-RUN_SECTIONS = 6
+RUN_SECTIONS = 7
 """Lists of `StepRuns` behind the seats, in its order."""
 
 
-def fill_runs(sections: Int32, counts: Int32) -> None:
-    """Write the lists of a step whose sequences have so many rows each [R] to `sections`
-    [RUN_SECTIONS, width]. O(width)."""
-    firsts, run_firsts, run_counts, run_chunks, chunk_firsts, chunk_counts = sections
+def fill_runs(sections: Int32, counts: Int32, drafts: Int32) -> None:
+    """Write the lists of a step whose sequences have so many rows each [R], the last of them drafts
+    [R], to `sections` [RUN_SECTIONS, width]. O(width)."""
+    assert not ((counts > FEW) & (drafts > 0)).any(), "chunks leave a state at their end"
+    firsts, run_firsts, run_counts, run_kept, run_chunks, chunk_firsts, chunk_counts = sections
     runs, total = len(counts), int(counts.sum())
     starts = np.cumsum(counts, dtype=np.int32) - counts
     firsts[:total] = np.repeat(starts, counts)
     run_firsts[:runs], run_counts[:runs], run_counts[runs:] = starts, counts, 0
-    chunks = np.where(counts > 1, -(-counts // CHUNK), 0)
+    run_kept[:runs], run_kept[runs:] = counts - drafts, 0
+    chunks = np.where(counts > FEW, -(-counts // CHUNK), 0)
     before = np.cumsum(chunks) - chunks
     run_chunks[:runs] = before
     run_of = np.repeat(np.arange(runs), chunks)
@@ -46,6 +48,6 @@ def step_runs(
         return StepRuns(seats, seats_max)
     rows = len(seats)
     runs = min(rows, seats_max)
-    widths = (rows, runs, runs, runs, *(chunks_max(rows, runs),) * 2)
+    widths = (rows, *(runs,) * 4, *(chunks_max(rows, runs),) * 2)
     lists = (one[:width] for one, width in zip(sections, widths, strict=True))
     return StepRuns(seats, seats_max, *lists)

@@ -181,7 +181,8 @@ class CWork(ctypes.Structure):
             "expert_rows", "expert_activated", "expert_pairs", "mixed", "shared",
             "shared_activated",
         )),
-        ("rows", c_int32), ("row_first", c_void_p), ("row_slot", c_void_p), ("states", c_void_p),
+        ("rows", c_int32),
+        *((name, c_void_p) for name in ("row_first", "row_drafts", "row_slot", "states")),
         ("state_bytes", c_int64), ("convolved", c_void_p), ("gates", c_void_p),
     )  # fmt: skip
 

@@ -490,9 +490,10 @@ typedef struct {
     uint32_t *expert_pairs;                         /* [rows, the wider of both] */
     float *mixed, *shared, *shared_activated; /* [tokens, hidden], the same, [tokens, shared_width] */
     /* Of recurrent layers: tokens [row_first[i], row_first[i + 1]) are row i, whose sequence has its
-     * states in place row_slot[i]. */
+     * states in place row_slot[i]. Those from row_drafts[i] are drafts: the states are left before
+     * them. */
     int32_t rows;
-    const int32_t *row_first;
+    const int32_t *row_first, *row_drafts;
     const int64_t *row_slot;
     uint8_t *states;
     int64_t state_bytes;

@@ -135,11 +135,11 @@ static void convolve_task(void *arg, int task) {
     }
 }
 
-/* Keep a row's last inputs, when no token needs those before it. */
+/* Keep a row's last inputs before its drafts, when no token needs those before it. */
 static void keep_task(void *arg, int row) {
     const Mix *s = arg;
     const int kept = s->m->conv_width - 1, channels = s->m->conv_channels;
-    const int first = s->w->row_first[row], count = s->w->row_first[row + 1] - first;
+    const int first = s->w->row_first[row], count = s->w->row_drafts[row] - first;
     float *state = state_of(s, row, s->r->inputs_at);
     for (int i = 0; i < kept; i++) {
         const int token = first + count - kept + i;
@@ -184,16 +184,26 @@ INLINE void delta_token(float *state, size_t stride, const int vecs, const float
     for (int x = 0; x < vecs; x++) store(v + x * LANES, sums[x] + sums[vecs + x]);
 }
 
-/* Run a row's tokens through `vecs` vectors of columns of a head's state. */
+/* Run a row's tokens through `vecs` vectors of columns of a head's state; drafts through a copy. */
 INLINE void delta_columns(const Mix *s, int row, int head, int column, const int vecs) {
     const Model *m = s->m;
     const int dim = m->rule_rows, columns = m->rule_columns, keys = m->rule_groups * dim;
     const int key = head / (m->rule_heads / m->rule_groups) * dim;
     float *state = (float *)state_of(s, row, s->r->matrices_at) + (size_t)head * dim * columns;
-    for (int token = s->w->row_first[row]; token < s->w->row_first[row + 1]; token++) {
+    state += column;
+    size_t stride = columns;
+    const int end = s->w->row_first[row + 1], drafts = s->w->row_drafts[row];
+    float spare[drafts < end ? dim * vecs * LANES : 1] ALIGNED;
+    for (int token = s->w->row_first[row]; token < end; token++) {
+        if (token == drafts) {
+            for (int i = 0; i < dim; i++)
+                memcpy(spare + i * vecs * LANES, state + i * stride, (size_t)vecs * LANES * 4);
+            state = spare;
+            stride = vecs * LANES;
+        }
         float *mixed = mixed_row(s, token);
         const float *decay = reader_row(s, token) + m->reader_width - m->rule_heads + head;
-        delta_token(state + column, (size_t)columns, vecs, mixed + key, mixed + keys + key,
+        delta_token(state, stride, vecs, mixed + key, mixed + keys + key,
                     mixed + 2 * keys + head * columns + column, *decay,
                     *(decay - m->rule_heads), dim);
     }
@@ -209,24 +219,29 @@ static void delta_task(void *arg, int task) {
     for (; column < columns; column += LANES) delta_columns(s, row, head, column, 1);
 }
 
-/* Run a row's tokens through `MAMBA_ROWS` rows of a head's state at a time. */
+/* Run a row's tokens through `MAMBA_ROWS` rows of a head's state at a time; drafts through a copy. */
 static void mamba_task(void *arg, int task) {
     const Mix *s = arg;
     const Model *m = s->m;
     const int row = task / m->rule_heads, head = task % m->rule_heads;
     const int rows = m->rule_rows, columns = m->rule_columns;
     const int written = inner_of(m) + head / (m->rule_heads / m->rule_groups) * columns;
-    float *state = (float *)state_of(s, row, s->r->matrices_at) + (size_t)head * rows * columns;
+    float *whole = (float *)state_of(s, row, s->r->matrices_at) + (size_t)head * rows * columns;
+    const int end = s->w->row_first[row + 1], drafts = s->w->row_drafts[row];
+    float spare[drafts < end ? MAMBA_ROWS * columns : 1] ALIGNED;
     for (int part = 0; part < rows; part += MAMBA_ROWS) {
         const int part_end = part + MAMBA_ROWS < rows ? part + MAMBA_ROWS : rows;
-        for (int token = s->w->row_first[row]; token < s->w->row_first[row + 1]; token++) {
+        float *state = whole + (size_t)part * columns;
+        for (int token = s->w->row_first[row]; token < end; token++) {
+            if (token == drafts)
+                state = memcpy(spare, state, (size_t)(part_end - part) * columns * 4);
             const float step = reader_row(s, token)[m->reader_width - m->rule_heads + head];
             const float decay = expf(-s->r->rate[head] * step);
             float *x = mixed_row(s, token);
             const float *b = x + written, *c = b + m->rule_groups * columns;
             x += head * rows;
             for (int p = part; p < part_end; p++) {
-                float *at = state + (size_t)p * columns;
+                float *at = state + (size_t)(p - part) * columns;
                 const float in = x[p] * step;
                 vf sum = {0};
                 for (int i = 0; i < columns; i += LANES) {

@@ -34,6 +34,7 @@ from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
 from engine.server.levels_below import build_levels
 from engine.server.server import SWITCH_INTERVAL_S
+from engine.states.gpu_states import GpuStates
 from kernels.reference_weights import Packed
 from tests.bench.device import copy_rate, describe
 from tests.bench.models import (
@@ -41,13 +42,14 @@ from tests.bench.models import (
     KV_DTYPES,
     LLAMA_1B,
     LLAMA_8B,
+    QWEN35_35B_A3B,
     VOCAB,
     packed_weights,
     with_layers,
 )
 from tests.bench.results import Results, print_line
 
-SHAPES = {"llama-8b": LLAMA_8B, "llama-1b": LLAMA_1B}
+SHAPES = {"llama-8b": LLAMA_8B, "llama-1b": LLAMA_1B, "qwen3.5-35b": QWEN35_35B_A3B}
 OUTPUT = 128
 
 
@@ -172,6 +174,14 @@ class CoreBench:
         }
 
 
+def states_of(config: Architecture, kv: KvStorage, seats: int) -> tuple[GpuStates, ...]:
+    """Return the states of a model's recurrent layers, if it has any."""
+    if not config.recurrent_layers:
+        return ()
+    pool = kv.data.view(torch.uint8).flatten(1)
+    return (GpuStates(config, torch.bfloat16, kv.data.device, seats, pool),)
+
+
 class Bench(CoreBench):
     """A model whose layers have kernels, with random weights."""
 
@@ -193,6 +203,9 @@ class Bench(CoreBench):
         used, with its weights. `weights`: as `engine.weights`."""
         device = torch.device("cuda")
         self.config = config
+        form = kv_format(config, kv_dtype, BLOCK, has_groups=True)
+        kv, seats = KvStorage(form, blocks, device), sequences + 32
+        states = states_of(config, kv, seats)
         if like is None:
             loaded = packed_weights(config, weights)
             self.weight_bytes = sum(
@@ -201,19 +214,18 @@ class Bench(CoreBench):
                 if config.tie_embeddings or name != "model.embed_tokens.weight"
                 for part in (one.parts if isinstance(one, Packed) else (one,))
             )
-            self.model = DecoderModel(config, loaded, GpuOps())
+            self.model = DecoderModel(config, loaded, GpuOps(), *states)
         else:
             self.model, self.weight_bytes = like.model, like.weight_bytes
-        form = kv_format(config, kv_dtype, BLOCK, has_groups=True)
         self.token_bytes = form.block_bytes // BLOCK
         self.window_groups = len(form.windows)
-        kv = KvStorage(form, blocks, device)
         self.runner = self.make_runner(
             self.model,
             kv,
             context=config.context,
-            seats=sequences + 32,
-            tokens_max=8192 + sequences + 32,
+            seats=seats,
+            tokens_max=8192 + seats,
+            states=states,
         )
         settings = EngineConfig(
             device="cuda",
@@ -223,7 +235,10 @@ class Bench(CoreBench):
             queue_tokens_max=10_000_000,
             levels=levels or LevelsConfig(),
         )
-        cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=form.windows)
+        cache = PrefixCache(
+            blocks=blocks, block_size=BLOCK, windows=form.windows,
+            state_blocks=self.runner.state_blocks,
+        )  # fmt: skip
         self.levels, off = build_levels(cache, settings, kv, now_s=time.perf_counter())
         assert not off, off
         self.core = Core(
@@ -236,6 +251,7 @@ class Bench(CoreBench):
             pipeline_depth=2,
             levels=self.levels,
             constraints=constraints,
+            run_up=config.run_up,
         )
         self.copy_rate = copy_rate() if like is None else like.copy_rate
         FrozenHeap().settle()  # as the engine's process does

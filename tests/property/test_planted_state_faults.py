@@ -10,6 +10,7 @@ from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.state_manager import StateManager
 from engine.cache.tree.prefix_tree import State
+from engine.core.step_drafts import StepDrafts
 from engine.scheduler.scheduler import Scheduler
 from tests.property.planted import Plant, RarePlant, planted
 from tests.property.test_state_machine import StateEngineMachine
@@ -65,6 +66,21 @@ def erased_prefix_leaves_its_state(original: Any) -> Any:
     return lambda self, node, run: []
 
 
+def accepted_drafts_not_taken_in(original: Any) -> Any:
+    """A sequence goes on behind its accepted drafts with a state from before them."""
+
+    def note(self: Any, sequence: Any, draft: Any, token_ids: Any, now_s: float) -> None:
+        original(self, sequence, draft, token_ids, now_s)
+        sequence.state_lag = 0
+
+    return note
+
+
+def last_state_behind_drafts(original: Any) -> Any:
+    """The last state of a sequence is taken for one behind its accepted drafts."""
+    return lambda self, table, position, now_s: original(self, table, table.kv_tokens, now_s)
+
+
 def promised_state_evicted(original: Any) -> Any:
     """A state that a lease promises is evicted as any other."""
     return lambda self, table, position, state, now_s: table.state_promises.pop(position, None)
@@ -75,6 +91,8 @@ CAUGHT = (
     Plant(StateEngineMachine, StateManager, "cut", state_ignored, seed=3),
     Plant(StateEngineMachine, StateManager, "pin", state_not_pinned, seed=7),
     Plant(StateEngineMachine, StateManager, "keep", kept_where_no_step_ends, seed=7),
+    Plant(StateEngineMachine, StepDrafts, "note", accepted_drafts_not_taken_in, seed=3),
+    Plant(StateEngineMachine, StateManager, "keep_last", last_state_behind_drafts, seed=3),
 )
 RARE = (
     RarePlant(Scheduler, "_keep_state", kept_after_a_further_step,

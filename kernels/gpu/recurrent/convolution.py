@@ -64,12 +64,12 @@ def _convolve(
 
 @triton.jit
 def _keep_windows(
-    x_ptr, state_ptr, seats_ptr, run_firsts, run_counts, x_stride, state_stride,
+    x_ptr, state_ptr, seats_ptr, run_firsts, run_kept, x_stride, state_stride,
     C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Move a run's last inputs into its window. Grid: (runs, channels / BC)."""
+    """Move a run's last inputs into its window, without its drafts. Grid: (runs, channels / BC)."""
     run = tl.program_id(0)
-    count = tl.load(run_counts + run)
+    count = tl.load(run_kept + run)
     if count == 0:
         return
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -89,7 +89,7 @@ def convolve(
     runs: StepRuns, *, silu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Return the convolution of a step's inputs x [T, C], with SiLU behind it if asked; moves the
-    last inputs of each run into its window.
+    last inputs of each run before its drafts into its window.
 
     x: rows of any stride. windows [seats, W - 1, C], written; taps [C, W]; bias [C]. Sums in fp32,
     rounded to x's dtype before SiLU and after.
@@ -107,9 +107,9 @@ def convolve(
         HAS_BIAS=bias is not None, SILU=silu, LISTED=is_listed, num_warps=WARPS,
     )  # fmt: skip
     if is_listed:
-        firsts, counts, _ = runs.lists
-        _keep_windows[(len(counts), columns)](
-            x, windows, runs.seats, firsts, counts, x.stride(0), windows.stride(0),
+        firsts, _, kept = runs.lists
+        _keep_windows[(len(kept), columns)](
+            x, windows, runs.seats, firsts, kept, x.stride(0), windows.stride(0),
             C=channels, W=width, BC=COLUMNS, num_warps=2,
         )  # fmt: skip
     return out

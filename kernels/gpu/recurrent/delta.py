@@ -1,6 +1,6 @@
 """The gated delta rule over the rows of a step: `kernels.reference_delta`.
 
-A run of one row is one read and one write of its states. A longer run is cut into chunks: their
+A run of a few rows is one read and one write of its states. A longer run is cut into chunks: their
 triangular systems are solved side by side, then each head follows its chunks with the state in
 registers. Shapes: T rows, KH key heads of D channels, H value heads of V, N chunks.
 """
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.products import MULTIPROCESSORS
-from kernels.gpu.recurrent.step import CHUNK, PRECISION, StepRuns, sigmoid, softplus
+from kernels.gpu.recurrent.step import CHUNK, FEW, PRECISION, StepRuns, sigmoid, softplus
 
 TOKEN_COLUMNS, TOKEN_WARPS = 64, 4
-"""Value channels of a program, and its warps, in a run of one row."""
+"""Value channels of a program, and its warps, in a run of a few rows."""
 CHUNK_COLUMNS = 32
 """Value channels of a program that follows a run's chunks: 128 programs for 32 heads of 128."""
 SYSTEM_WARPS, SOLVE_WARPS = 4, 4
@@ -46,33 +46,59 @@ def _unit(x, axis: tl.constexpr):
 
 
 @triton.jit
-def _token(
+def _few(
     mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, state_ptr, out_ptr, seats_ptr, run_firsts,
-    run_counts, seats_max, scale, mixed_stride, gate_stride, state_stride,
+    run_counts, run_kept, seats_max, scale, mixed_stride, gate_stride, state_stride,
     KH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
-    BV: tl.constexpr, LISTED: tl.constexpr,
+    BV: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """One row and value head a program, BV of its channels. Grid: (runs, H, V / BV)."""
-    row = tl.program_id(0)
+    """One run of up to FEW rows and value head a program, BV of its channels.
+    Grid: (runs, H, V / BV)."""
+    first = tl.program_id(0)
+    count = 1
+    kept = 1
     if LISTED:
-        if tl.load(run_counts + row) != 1:
+        count = tl.load(run_counts + first)
+        if (count == 0) | (count > FEW):
             return
-        row = tl.load(run_firsts + row)
-    row = row.to(tl.int64)
+        kept = tl.load(run_kept + first)
+        first = tl.load(run_firsts + first)
+    row = first.to(tl.int64)
     head = tl.program_id(1)
     v = tl.program_id(2) * BV + tl.arange(0, BV)
     inside = v < V
-    kind = out_ptr.dtype.element_ty
-    out = out_ptr + (row * H + head) * V + v
     seat = tl.load(seats_ptr + row)
     if seat >= seats_max:
-        tl.store(out, tl.zeros([BV], kind), mask=inside)
+        out = out_ptr + (row * H + head) * V + v
+        tl.store(out, tl.zeros([BV], out_ptr.dtype.element_ty), mask=inside)
         return
     d = tl.arange(0, DP)
     place = state_ptr + seat.to(tl.int64) * state_stride + head * (D * V)
     place += d[:, None] * V + v[None, :]
     live = (d < D)[:, None] & inside[None, :]
     state = tl.load(place, mask=live, other=0.0)
+    own = mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, out_ptr
+    if LISTED:
+        for _ in range(count):
+            state = _row(
+                *own, state, row, head, v, d, scale, mixed_stride, gate_stride, KH, H, D, V
+            )
+            row += 1
+            kept -= 1
+            if kept == 0:
+                tl.store(place, state, mask=live)
+    else:
+        state = _row(*own, state, row, head, v, d, scale, mixed_stride, gate_stride, KH, H, D, V)
+        tl.store(place, state, mask=live)
+
+
+@triton.jit
+def _row(
+    mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, out_ptr, state, row, head, v, d, scale,
+    mixed_stride, gate_stride, KH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Return the state [D, v] after a row, whose reading is written."""
+    inside = v < V
     mixed = mixed_ptr + row * mixed_stride
     own = head // (H // KH) * D + d
     q = _unit(tl.load(mixed + own, mask=d < D, other=0.0).to(tl.float32), 0) * scale
@@ -87,8 +113,9 @@ def _token(
     read = tl.sum(state * q[:, None], 0) * fade
     change = (value - found) * beta
     read += tl.sum(q * k, 0) * change
-    tl.store(place, state * fade + k[:, None] * change[None, :], mask=live)
-    tl.store(out, read.to(kind), mask=inside)
+    out = out_ptr + (row * H + head) * V + v
+    tl.store(out, read.to(out_ptr.dtype.element_ty), mask=inside)
+    return state * fade + k[:, None] * change[None, :]
 
 
 @triton.jit
@@ -214,7 +241,7 @@ def _follow(
     w_ptr, u_ptr, q_ptr, k_ptr, own_ptr, fade_ptr, state_ptr, out_ptr, seats_ptr, run_firsts,
     run_counts, run_chunks, runs, state_stride,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Follow the chunks of runs, one value head, BV channels. Grid: (H, V / BV, runs at once)."""
     head = tl.program_id(0)
@@ -228,7 +255,7 @@ def _follow(
     square = t[:, None] * C + t[None, :]
     for run in range(tl.program_id(2), runs, tl.num_programs(2)):
         count = tl.load(run_counts + run)
-        if count > 1:
+        if count > FEW:
             first = tl.load(run_firsts + run).to(tl.int64)
             seat = tl.load(seats_ptr + first).to(tl.int64)
             place = state_ptr + seat * state_stride + head * (D * V) + d[:, None] * V + v[None, :]
@@ -264,8 +291,8 @@ def delta(
 
     mixed [T, 2 * KH * D + H * V], beta, decay [T, H] of one row stride, rate, dt_bias [H] fp32: as
     `kernels.reference_delta.delta_inputs` takes them. states [seats, H, D, V] fp32, written. Runs
-    of several rows multiply in mixed's dtype, with sums in fp32; their scratch takes 88 KB a chunk
-    and head of 128 channels in bf16. `columns`, `warps`: of a program in a run of one row.
+    of more than `FEW` rows multiply in mixed's dtype, with sums in fp32; their scratch takes 88 KB
+    a chunk and head of 128 channels in bf16. `columns`, `warps`: of a program in a shorter run.
     """
     key_heads, heads, key_dim, value_dim = shape
     assert beta.stride(0) == decay.stride(0), "both are columns of one matrix"
@@ -273,16 +300,17 @@ def delta(
     # Padding rows of a step with prompts are in no run, and what they read is zero.
     made = mixed.new_zeros if is_listed else mixed.new_empty
     out = made(len(mixed), heads, value_dim)
-    firsts, counts, chunks = runs.lists
+    firsts, counts, kept = runs.lists
     padded, scale = triton.next_power_of_2(max(16, key_dim)), key_dim**-0.5
     width = triton.next_power_of_2(max(16, value_dim))
     sizes = {"H": heads, "D": key_dim, "DP": padded, "V": value_dim}
     columns = min(columns, width)
-    _token[(len(counts), heads, triton.cdiv(value_dim, columns))](
-        mixed, beta, decay, rate, dt_bias, states, out, runs.seats, firsts, counts, runs.seats_max,
-        scale, mixed.stride(0), beta.stride(0), states.stride(0),
-        KH=key_heads, BV=columns, LISTED=is_listed, **sizes, num_warps=warps,
+    _few[(len(counts), heads, triton.cdiv(value_dim, columns))](
+        mixed, beta, decay, rate, dt_bias, states, out, runs.seats, firsts, counts, kept,
+        runs.seats_max, scale, mixed.stride(0), beta.stride(0), states.stride(0),
+        KH=key_heads, BV=columns, LISTED=is_listed, FEW=FEW, **sizes, num_warps=warps,
     )  # fmt: skip
+    chunks = runs.run_chunks
     if runs.chunk_firsts is None or runs.chunk_counts is None or not len(runs.chunk_firsts):
         return out
     count = len(runs.chunk_firsts)
@@ -303,10 +331,11 @@ def delta(
     )
     columns = min(CHUNK_COLUMNS, width)
     programs = heads, triton.cdiv(value_dim, columns)
-    # Most runs have one row: a program for each of them would take long to end.
+    # Most runs have few rows: a program for each of them would take long to end.
     at_once = min(len(counts), -(-MULTIPROCESSORS // (programs[0] * programs[1])))
     _follow[(*programs, at_once)](
         w, u, q, k, own, fade, states, out, runs.seats, firsts, counts, chunks, len(counts),
-        states.stride(0), VP=width, BV=columns, C=CHUNK, **sizes, num_warps=4, num_stages=2,
+        states.stride(0), VP=width, BV=columns, C=CHUNK, FEW=FEW, **sizes, num_warps=4,
+        num_stages=2,
     )  # fmt: skip
     return out

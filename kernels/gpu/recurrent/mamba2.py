@@ -1,7 +1,7 @@
 """The rule of Mamba-2 over the rows of a step: `kernels.reference_mamba2`.
 
-A run of one row is one read and one write of its states; a longer one is followed in chunks, with
-the state in registers. Shapes: T rows, H heads of P channels with N states each, in G groups.
+A run of a few rows is one read and one write of its states; a longer one is followed in chunks,
+with the state in registers. Shapes: T rows, H heads of P channels with N states each, in G groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.recurrent.step import CHUNK, PRECISION, StepRuns, softplus
+from kernels.gpu.recurrent.step import CHUNK, FEW, PRECISION, StepRuns, softplus
 
 CHANNELS = 32
 """Channels of a head in a program."""
@@ -28,33 +28,56 @@ class MambaShape(NamedTuple):
 
 
 @triton.jit
-def _token(
+def _few(
     mixed_ptr, step_ptr, rate_ptr, bias_ptr, through_ptr, state_ptr, out_ptr, seats_ptr,
-    run_firsts, run_counts, seats_max, mixed_stride, step_stride, state_stride,
+    run_firsts, run_counts, run_kept, seats_max, mixed_stride, step_stride, state_stride,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
-    BP: tl.constexpr, LISTED: tl.constexpr,
+    BP: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """One row and head a program, BP of its channels. Grid: (runs, H, P / BP)."""
-    row = tl.program_id(0)
+    """One run of up to FEW rows and head a program, BP of its channels. Grid: (runs, H, P / BP)."""
+    first = tl.program_id(0)
+    count = 1
+    kept = 1
     if LISTED:
-        if tl.load(run_counts + row) != 1:
+        count = tl.load(run_counts + first)
+        if (count == 0) | (count > FEW):
             return
-        row = tl.load(run_firsts + row)
-    row = row.to(tl.int64)
+        kept = tl.load(run_kept + first)
+        first = tl.load(run_firsts + first)
+    row = first.to(tl.int64)
     head = tl.program_id(1)
     p = tl.program_id(2) * BP + tl.arange(0, BP)
     inside = p < P
-    kind = out_ptr.dtype.element_ty
-    out = out_ptr + (row * H + head) * P + p
     seat = tl.load(seats_ptr + row)
     if seat >= seats_max:
-        tl.store(out, tl.zeros([BP], kind), mask=inside)
+        out = out_ptr + (row * H + head) * P + p
+        tl.store(out, tl.zeros([BP], out_ptr.dtype.element_ty), mask=inside)
         return
     n = tl.arange(0, NP)
     place = state_ptr + seat.to(tl.int64) * state_stride + head * (P * N)
     place += p[:, None] * N + n[None, :]
     live = inside[:, None] & (n < N)[None, :]
     state = tl.load(place, mask=live, other=0.0)
+    own = mixed_ptr, step_ptr, rate_ptr, bias_ptr, through_ptr, out_ptr
+    if LISTED:
+        for _ in range(count):
+            state = _row(*own, state, row, head, p, n, mixed_stride, step_stride, H, P, N, G)
+            row += 1
+            kept -= 1
+            if kept == 0:
+                tl.store(place, state, mask=live)
+    else:
+        state = _row(*own, state, row, head, p, n, mixed_stride, step_stride, H, P, N, G)
+        tl.store(place, state, mask=live)
+
+
+@triton.jit
+def _row(
+    mixed_ptr, step_ptr, rate_ptr, bias_ptr, through_ptr, out_ptr, state, row, head, p, n,
+    mixed_stride, step_stride, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Return the state [p, N] after a row, whose reading is written."""
+    inside = p < P
     mixed = mixed_ptr + row * mixed_stride
     group = H * P + head // (H // G) * N + n
     b = tl.load(mixed + group, mask=n < N, other=0.0).to(tl.float32)
@@ -65,8 +88,9 @@ def _token(
     fade = tl.exp(-tl.load(rate_ptr + head) * step)
     state = state * fade + (x * step)[:, None] * b[None, :]
     read = tl.sum(state * c[None, :], 1) + x * tl.load(through_ptr + head)
-    tl.store(place, state, mask=live)
-    tl.store(out, read.to(kind), mask=inside)
+    out = out_ptr + (row * H + head) * P + p
+    tl.store(out, read.to(out_ptr.dtype.element_ty), mask=inside)
+    return state
 
 
 @triton.jit
@@ -74,12 +98,12 @@ def _follow(
     mixed_ptr, step_ptr, rate_ptr, bias_ptr, through_ptr, state_ptr, out_ptr, seats_ptr,
     run_firsts, run_counts, mixed_stride, step_stride, state_stride,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
-    BP: tl.constexpr, C: tl.constexpr,
+    BP: tl.constexpr, C: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Follow the chunks of a run, one head, BP channels. Grid: (runs, H, P / BP)."""
     run = tl.program_id(0)
     count = tl.load(run_counts + run)
-    if count <= 1:
+    if count <= FEW:
         return
     head = tl.program_id(1)
     kind = mixed_ptr.dtype.element_ty
@@ -129,13 +153,13 @@ def mamba2(
 
     mixed [T, H * P + 2 * G * N], step [T, H] of any row stride, rate, dt_bias [H] fp32: as
     `kernels.reference_mamba2.mamba2_inputs` takes them. states [seats, H, P, N] fp32, written. Runs
-    of several rows multiply in mixed's dtype, with sums in fp32.
+    of more than `FEW` rows multiply in mixed's dtype, with sums in fp32.
     """
     heads, head_dim, state_dim, groups = shape
     is_listed = runs.firsts is not None
     made = mixed.new_zeros if is_listed else mixed.new_empty
     out = made(len(mixed), heads, head_dim)
-    firsts, counts, _ = runs.lists
+    firsts, counts, kept = runs.lists
     channels = min(CHANNELS, triton.next_power_of_2(max(16, head_dim)))
     sizes = {
         "H": heads, "P": head_dim, "N": state_dim, "G": groups, "BP": channels,
@@ -144,8 +168,9 @@ def mamba2(
     grid = (len(counts), heads, triton.cdiv(head_dim, channels))
     given = mixed, step, rate, dt_bias, through, states, out, runs.seats, firsts, counts
     strides = mixed.stride(0), step.stride(0), states.stride(0)
-    _token[grid](*given, runs.seats_max, *strides, LISTED=is_listed, **sizes, num_warps=4)
-    if is_listed:
+    sizes["FEW"] = FEW
+    _few[grid](*given, kept, runs.seats_max, *strides, LISTED=is_listed, **sizes, num_warps=4)
+    if is_listed and len(mixed) > FEW:
         # 8 warps read beyond their shared memory at 16 states in fp32 (Triton 3.6).
         warps = 8 if state_dim >= 128 else 4
         _follow[grid](*given, *strides, C=CHUNK, **sizes, num_warps=warps, num_stages=2)

@@ -20,11 +20,11 @@ BLOCK, STATE = 16, 8
 CONFIG = EngineConfig(step_tokens_max=512, sequences_max=4)
 
 
-def world(blocks: int = 800, depth: int = 1) -> World:
-    """Return an engine whose model keeps states."""
+def world(blocks: int = 800, depth: int = 1, draft_right: float | None = None) -> World:
+    """Return an engine whose model keeps states. `draft_right`: how often its drafts are."""
     return World(
         CONFIG, blocks=blocks, block_size=BLOCK, vocab_size=97, context_tokens=8192, depth=depth,
-        make_cache=partial(PrefixCache, state_blocks=STATE),
+        draft_right=draft_right, make_cache=partial(PrefixCache, state_blocks=STATE),
     )  # fmt: skip
 
 
@@ -152,6 +152,35 @@ def test_marked_turns_resume_where_their_client_comes_back(is_marked: bool) -> N
     else:
         assert min(*turns, again) >= turn
         assert other >= len(chat.system)
+
+
+def test_a_prompt_that_waits_for_what_another_computes_resumes_there() -> None:
+    """The one that goes first keeps a state where they part, although nothing marks it."""
+    made, shared = world(), tokens_of(1, 900)
+    for name, seed in (("first", 2), ("second", 3)):
+        tokens = shared + tokens_of(seed, 60)
+        made.submit(Request(name, tokens, 1, CacheGrant(b"n"), Sampling(temperature=0)))
+    made.settle()
+
+    finished = made.streams["second"].finished
+    assert finished is not None
+    assert finished.usage.cached_tokens >= 896  # whole blocks of it
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [34, 40, 100])
+def test_an_answer_with_drafts_is_resumed_near_its_end(length: int, depth: int) -> None:
+    """Its state is the one before the drafts of its last row, up to 15 tokens before the end, also
+    where the answer is little longer than what no second state is kept within."""
+    made = world(depth=depth, draft_right=0.9)
+    prompt = tokens_of(1, 640)
+    _, answer = ask(made, "first", prompt, output=length)
+    drafts = made.streams["first"].finished
+    cached, _ = ask(made, "next", prompt + answer + tokens_of(2, 30))
+
+    assert drafts is not None
+    assert sum(draft.accepted for draft in drafts.usage.drafts) > length // 2
+    assert 639 + length - 15 <= cached <= 639 + length
 
 
 def test_the_state_of_an_answer_that_a_stop_token_ends_is_its_own() -> None:

@@ -21,7 +21,7 @@ class CpuEngine:
     place of the model's own.
 
     `output`: tokens by request and sample. `endings`: each request's ending and code, in order.
-    `cached`: cached tokens by request.
+    `cached`, `accepted`: cached tokens, and accepted drafts, by request.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class CpuEngine:
         self.output: dict[tuple[str, int], list[SampledToken]] = {}
         self.endings: list[str] = []
         self.cached: dict[str, int] = {}
+        self.accepted: dict[str, int] = {}
 
     def step(self) -> None:
         """Run a step."""
@@ -76,3 +77,5 @@ class CpuEngine:
             if isinstance(event, Finished):
                 self.endings.append(event.ending + event.code)
                 self.cached[event.request_id] = event.usage.cached_tokens
+                accepted = sum(draft.accepted for draft in event.usage.drafts)
+                self.accepted[event.request_id] = accepted

@@ -19,7 +19,6 @@ from engine.runner.gpu_build import (
     build_gpu_runner,
     check_dtypes,
     lacking_kernel,
-    may_draft,
     out_of_memory_as_model_error,
     states_of,
 )
@@ -90,15 +89,6 @@ def test_model_with_kernels_is_accepted(shape: dict[str, Any]) -> None:
     """Up to 16 query heads per KV head, the usual head dimensions, and all that stands around
     attention."""
     assert lacking_kernel(msgspec.structs.replace(SHAPE, **shape)) == ""
-
-
-def test_recurrent_states_verify_no_drafts() -> None:
-    """They cannot be cut back to the accepted tokens."""
-    recurrent = msgspec.structs.replace(SHAPE, layers=(Layer("conv"), Layer()), conv_width=3)
-
-    assert may_draft(SHAPE, EngineConfig())
-    assert not may_draft(recurrent, EngineConfig())
-    assert not may_draft(SHAPE, EngineConfig(speculation="off"))
 
 
 def test_out_of_memory_names_settings_to_lower() -> None:

@@ -15,11 +15,13 @@ from engine.api import CacheGrant, Grammar, Request, Sampling
 from engine.drafts.drafter import Drafter
 from engine.drafts.model import ModelSource
 from engine.drafts.step_times import StepTimes
+from engine.model_store import Architecture
 from engine.plan import BegunSequence, Row, StepPlan
 from engine.runner.gpu_runner import right_draws
 from tests.checkers import FREE_DRAFTS
 from tests.draft_oracle import OracleSource
-from tests.unit.engine.runner.gpu_engine import IN_INTERPRETER, VOCAB, Engine
+from tests.unit.engine.runner.gpu_engine import FAMILIES, IN_INTERPRETER, VOCAB, Engine
+from tests.unit.engine.runner.test_lanes import wide
 
 pytestmark = IN_INTERPRETER
 
@@ -58,10 +60,13 @@ def requests(kinds: tuple[str, ...]) -> list[Request]:
 
 
 def drafted(
-    right: float, kinds: tuple[str, ...], depth: int, lanes: int = 1
-) -> tuple[Engine, Engine]:
+    right: float, kinds: tuple[str, ...], depth: int, lanes: int = 1,
+    config: Architecture | None = None,
+) -> tuple[Engine, Engine]:  # fmt: skip
     """Return engines that have run the requests, one without drafts and one with an oracle's."""
-    plain, engine = Engine(1), Engine(depth, seats=16, lanes=lanes)
+    blocks = 48 if config is None else 120
+    plain = Engine(1, config=config, blocks=blocks)
+    engine = Engine(depth, config=config, blocks=blocks, seats=16, lanes=lanes)
     plain.run(*requests(kinds))
 
     def answer(request_id: str, index: int) -> list[int]:
@@ -88,6 +93,33 @@ def test_tokens_are_those_of_one_a_step(right: float, depth: int, lanes: int) ->
     """Greedy, seeded, filtered, under penalties, a bias or a grammar, and with logprobs."""
     plain, engine = drafted(right, tuple(KINDS), depth, lanes)
 
+    assert_equal(plain, engine)
+    if right:
+        accepted = [d.accepted for f in engine.finished.values() for d in f.usage.drafts]
+        assert sum(accepted) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "lanes"),
+    [
+        ("qwen3_next", 1),
+        ("lfm2", 1),
+        pytest.param("granite hybrid", 1, marks=pytest.mark.nightly),
+        pytest.param("qwen3_next", 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_tokens_of_a_model_with_states_are_those_of_one_a_step(name: str, lanes: int) -> None:
+    """States are left before the drafts of a row, and take in those that were accepted."""
+    config = FAMILIES[name] if lanes == 1 else wide(FAMILIES[name], lanes)
+    plain, engine = drafted(0.7, ("greedy", "seeded"), 2, lanes, config)
+
+    assert_equal(plain, engine)
+    assert sum(d.accepted for f in engine.finished.values() for d in f.usage.drafts) > 4
+
+
+def assert_equal(plain: Engine, engine: Engine) -> None:
+    """Compare what two engines have drawn."""
     for key, tokens in plain.drawn.items():
         found = engine.drawn[key]
         assert [token.token_id for token in found] == [token.token_id for token in tokens], key
@@ -95,9 +127,6 @@ def test_tokens_are_those_of_one_a_step(right: float, depth: int, lanes: int) ->
             assert (one.logprob is None) == (other.logprob is None)
             if one.logprob is not None:
                 assert one.logprob == pytest.approx(other.logprob, abs=2e-3)
-    if right:
-        accepted = [d.accepted for f in engine.finished.values() for d in f.usage.drafts]
-        assert sum(accepted) > 4
 
 
 def test_counts_of_penalties_forget_what_was_drawn_behind_a_wrong_draft() -> None:

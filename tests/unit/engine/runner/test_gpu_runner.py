@@ -449,6 +449,29 @@ def test_int8_pool_answers_as_its_torch_twin(windows: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "step_tokens", "samples"), [(1, 64, 2), (3, 2, 1)], ids=["forks", "slices"]
+)
+def test_rows_of_one_token_that_do_not_decode_go_on_from_their_states(
+    length: int, step_tokens: int, samples: int
+) -> None:
+    """A prompt of one token with two samples, and one in slices of one token: such a step has no
+    row of several tokens, and is none of decoding rows either."""
+    found = []
+    for tokens, count in ((64, 1), (step_tokens, samples)):
+        engine = Engine(1, config=FAMILIES["granite hybrid"], blocks=120, step_tokens=tokens)
+        longer = tokens_of(9, 30), Sampling(seed=5)
+        engine.run(request("before", *longer, count=1))  # leaves lists of its own
+        sampling = Sampling(seed=5, logprobs=0)
+        engine.run(request("one", tokens_of(3, length), sampling, samples=count, count=3))
+        found.append(engine.drawn["one", 0])
+
+    assert [t.token_id for t in found[0]] == [t.token_id for t in found[1]]
+    for one, other in zip(*found, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=ERROR_MAX)
+
+
+@pytest.mark.slow
 def test_a_block_that_held_a_state_is_read_as_kv_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

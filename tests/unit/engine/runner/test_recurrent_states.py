@@ -15,9 +15,12 @@ from msgspec.structs import replace
 
 from engine.api import CacheGrant, Request, SampledToken, Sampling
 from engine.config import EngineConfig
+from engine.drafts.drafter import Drafter
 from engine.errors import ModelError
 from engine.model_store import ModelCard, prepare
 from engine.models.cpu_decoder import Kernels, load_kernels
+from tests.checkers import FREE_DRAFTS
+from tests.draft_oracle import OracleSource
 from tests.families import RECURRENT, make, save_folder, sizes_in_c
 from tests.unit.engine.runner.cpu_engine import CpuEngine
 
@@ -92,11 +95,13 @@ def alone(card: ModelCard, seed: int, kernels: Kernels | None) -> Output:
 
 
 def side_by_side(
-    card: ModelCard, seed: int, blocks: int, kernels: Kernels | None, run_up: int | None = None
-) -> tuple[CpuEngine, Output]:
+    card: ModelCard, seed: int, blocks: int, kernels: Kernels | None, run_up: int | None = None,
+    drafter: Drafter | None = None,
+) -> tuple[CpuEngine, Output]:  # fmt: skip
     """Return an engine after all requests of a seed, twice, and its output."""
     asked, chance = requests(seed), random.Random(seed)
     busy = CpuEngine(card, SLICES, blocks, kernels, run_up=run_up)
+    busy.core.drafts.drafter = drafter
     for each in [*asked, *(replace(r, request_id=f"{r.request_id} again") for r in asked)]:
         busy.core.submit(each)
         for _ in range(chance.randint(0, 12)):
@@ -146,6 +151,28 @@ def test_hits_change_no_token_of_a_model_with_states(
     assert stats.evicted_blocks_total or not is_crowded
     tolerance = TOLERANCE if kernels is None else 0.0
     assert not differs(output, alone(card, seed, kernels), tolerance)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "kernels", ["c", pytest.param("torch", marks=pytest.mark.nightly)], indirect=True
+)
+def test_drafts_change_no_token_of_a_model_with_states(
+    card: ModelCard, kernels: Kernels | None, right: float
+) -> None:
+    """A state is left before a row's drafts, and takes in those that were accepted; among slices,
+    forks and preemptions, and hits on what was kept at the end of an answer."""
+    plain = alone(card, 0, kernels)
+
+    def answer(request_id: str, index: int) -> list[int]:
+        return [token.token_id for token in plain[request_id.removesuffix(" again"), index]]
+
+    source = OracleSource(answer, right, card.config.vocab, seed=1)
+    busy, output = side_by_side(card, 0, 44, kernels, drafter=Drafter(FREE_DRAFTS, [source]))
+
+    assert not differs(output, plain, TOLERANCE if kernels is None else 0.0)
+    assert busy.core.stats().cached_tokens_total
+    assert sum(busy.accepted.values()) > 20 or not right
 
 
 def test_a_shorter_run_up_is_noticed(card: ModelCard, kernels: Kernels | None) -> None:

@@ -11,15 +11,15 @@ import sys
 from typing import Any
 
 from kernels.gpu.recurrent import convolution, delta, mamba2, states
-from kernels.gpu.recurrent.step import CHUNK
+from kernels.gpu.recurrent.step import CHUNK, FEW
 from tests.unit.kernels.gpu.compile_for_hopper import report, source_of
 
 BF16 = ("x_ptr", "taps_ptr", "bias_ptr", "out_ptr", "mixed_ptr", "beta_ptr", "decay_ptr",
         "step_ptr", "w_ptr", "u_ptr", "q_ptr", "k_ptr", "own_ptr", "gate_ptr",
         "weight_ptr")  # fmt: skip
 FP32 = ("rate_ptr", "through_ptr", "fade_ptr", "system_ptr")
-INTS = ("seats_ptr", "firsts_ptr", "run_firsts", "run_counts", "run_chunks", "chunk_firsts",
-        "chunk_counts", "pool_ptr", "states_ptr", "moves_ptr")  # fmt: skip
+INTS = ("seats_ptr", "firsts_ptr", "run_firsts", "run_counts", "run_kept", "run_chunks",
+        "chunk_firsts", "chunk_counts", "pool_ptr", "states_ptr", "moves_ptr")  # fmt: skip
 
 HEADS = {"KH": 16, "H": 32, "D": 128, "DP": 128, "V": 128}
 MAMBA = {"H": 48, "P": 64, "N": 128, "NP": 128, "G": 1, "BP": mamba2.CHANNELS}
@@ -30,18 +30,19 @@ CASES: tuple[tuple[str, tuple[Any, str], dict[str, Any], int], ...] = (
        convolution.WARPS)
       for rows in (1, convolution.ROWS)),
     ("windows", (convolution, "_keep_windows"), CONVOLUTION, 2),
-    *(("delta of a token", (delta, "_token"),
-       {**HEADS, "BV": delta.TOKEN_COLUMNS, "LISTED": listed}, delta.TOKEN_WARPS)
+    *(("delta of few rows", (delta, "_few"),
+       {**HEADS, "BV": delta.TOKEN_COLUMNS, "LISTED": listed, "FEW": FEW}, delta.TOKEN_WARPS)
       for listed in (False, True)),
     ("delta's systems", (delta, "_systems"),
      {k: v for k, v in {**HEADS, "C": CHUNK}.items() if k != "V"}, delta.SYSTEM_WARPS),
     ("delta's blocks", (delta, "_invert_blocks"), {"H": 32, "C": CHUNK}, 1),
     ("delta's solutions", (delta, "_solve"), {**HEADS, "VP": 128, "C": CHUNK}, delta.SOLVE_WARPS),
     ("delta of chunks", (delta, "_follow"),
-     {k: v for k, v in {**HEADS, "VP": 128, "BV": delta.CHUNK_COLUMNS, "C": CHUNK}.items()
-      if k != "KH"}, 4),
-    ("mamba of a token", (mamba2, "_token"), {**MAMBA, "LISTED": False}, 4),
-    ("mamba of chunks", (mamba2, "_follow"), {**MAMBA, "C": CHUNK}, 8),
+     {"VP": 128, "BV": delta.CHUNK_COLUMNS, "C": CHUNK, "FEW": FEW,
+      **{k: v for k, v in HEADS.items() if k != "KH"}}, 4),
+    *(("mamba of few rows", (mamba2, "_few"), {**MAMBA, "LISTED": listed, "FEW": FEW}, 4)
+      for listed in (False, True)),
+    ("mamba of chunks", (mamba2, "_follow"), {**MAMBA, "C": CHUNK, "FEW": FEW}, 8),
     ("gated norm", (states, "_gated_norm"),
      {"G": 32, "D": 128, "DP": 128, "STEP": 8, "GATE_FIRST": False}, 4),
     ("moves", (states, "_move"), {"TO_POOL": False, "STEP": states.MOVED_WORDS}, 8),

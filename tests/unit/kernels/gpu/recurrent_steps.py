@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.gpu.recurrent.step import CHUNK, StepRuns, chunks_max
+from kernels.gpu.recurrent.step import CHUNK, FEW, StepRuns, chunks_max
 
 
 def runs_of(
     seats: Sequence[int], counts: Sequence[int], seats_max: int, device: torch.device,
-    padding: int = 0,
+    padding: int = 0, drafts: Sequence[int] = (),
 ) -> StepRuns:  # fmt: skip
-    """Return the runs of a step with so many rows at each of these seats, and padding rows behind
-    them; without lists if every run has one row."""
+    """Return the runs of a step with so many rows at each of these seats, the last of them drafts,
+    and padding rows behind them; without lists if every run has one row."""
 
     def there(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -28,13 +28,15 @@ def runs_of(
     chunk_firsts, chunk_counts, run_chunks = list[int](), list[int](), list[int]()
     for first, count in zip(firsts, counts, strict=True):
         run_chunks.append(len(chunk_firsts))
-        for start in range(0, count, CHUNK) if count > 1 else ():
+        for start in range(0, count, CHUNK) if count > FEW else ():
             chunk_firsts.append(first + start)
             chunk_counts.append(min(CHUNK, count - start))
+    kept = [c - d for c, d in zip(counts, drafts or [0] * len(counts), strict=True)]
     most = chunks_max(len(rows), len(counts) + 2)
     lists = {
         "firsts": own + [0] * padding, "run_firsts": [*firsts, 0, 0],
-        "run_counts": [*counts, 0, 0], "run_chunks": [*run_chunks, 0, 0],
+        "run_counts": [*counts, 0, 0], "run_kept": [*kept, 0, 0],
+        "run_chunks": [*run_chunks, 0, 0],
         "chunk_firsts": chunk_firsts + [0] * (most - len(chunk_firsts)),
         "chunk_counts": chunk_counts + [0] * (most - len(chunk_counts)),
     }  # fmt: skip

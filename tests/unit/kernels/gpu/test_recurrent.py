@@ -14,6 +14,7 @@ from kernels.gpu.recurrent.convolution import convolve
 from kernels.gpu.recurrent.delta import DeltaShape, delta
 from kernels.gpu.recurrent.mamba2 import MambaShape, mamba2
 from kernels.gpu.recurrent.states import gated_norm, move_states
+from kernels.gpu.recurrent.step import StepRuns
 from kernels.reference_convolution import short_convolution
 from kernels.reference_delta import delta_inputs, gated_delta
 from kernels.reference_mamba2 import mamba2 as mamba2_rule
@@ -25,11 +26,14 @@ ERROR_MAX = 1e-4 if DEVICE.type == "cpu" else 5e-3
 """On a GPU products of fp32 may be made of three in tf32."""
 SEATS = 6
 STEPS = {
-    "one row": ([3], [1], 0),
-    "decoding": ([4, 0, 2], [1, 1, 1], 3),
-    "a prompt": ([1], [70], 2),
-    "prompts among decoding rows": ([5, 0, 3, 2], [1, 68, 2, 64], 7),
+    "one row": ([3], [1], 0, []),
+    "decoding": ([4, 0, 2], [1, 1, 1], 3, []),
+    "a prompt": ([1], [70], 2, []),
+    "prompts among decoding rows": ([5, 0, 3, 2], [1, 68, 2, 64], 7, []),
+    "drafts": ([4, 1, 0], [5, 31, 1], 3, [3, 15, 0]),
+    "drafts beside a prompt": ([2, 5, 3], [2, 33, 4], 2, [1, 0, 1]),
 }
+"""Seats, rows of each, padding rows, and how many of each seat's rows are drafts."""
 STEP = pytest.mark.parametrize("step", STEPS)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of nothing, in numpy
@@ -46,15 +50,22 @@ def memory(*shape: int) -> torch.Tensor:
     return wide[:, 16:].view(SEATS + 1, *shape)
 
 
-def parts(step: str) -> list[tuple[int, slice]]:
-    """Return the seat and the rows of each run."""
-    seats, counts, _ = STEPS[step]
+def parts(step: str) -> list[tuple[int, slice, int]]:
+    """Return the seat, the rows and the number of drafts of each run."""
+    seats, counts, _, drafts = STEPS[step]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return [(s, slice(e - c, e)) for s, c, e in zip(seats, counts, ends, strict=True)]
+    own = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return list(zip(seats, own, drafts or [0] * len(counts), strict=True))
+
+
+def runs_in(step: str) -> StepRuns:
+    """Return the runs of a step on the device."""
+    seats, counts, padding, drafts = STEPS[step]
+    return runs_of(seats, counts, SEATS, DEVICE, padding, drafts)
 
 
 def rows_of(step: str) -> int:
-    _, counts, padding = STEPS[step]
+    _, counts, padding, _ = STEPS[step]
     return sum(counts) + padding
 
 
@@ -72,13 +83,14 @@ def test_convolutions_go_on_from_their_windows(
     windows, x = memory(width - 1, channels), rand(rows, channels + 20)[:, 20:]
     taps, bias = rand(channels, width, seed=1), rand(channels, seed=2) if has_bias else None
     expected, out = windows.clone(), torch.zeros(rows, channels, device=DEVICE)
-    for seat, own in parts(step):
-        out[own], expected[seat] = short_convolution(x[own], windows[seat], taps, bias)
+    for seat, own, drafts in parts(step):
+        out[own], _ = short_convolution(x[own], windows[seat], taps, bias)
+        kept = slice(own.start, own.stop - drafts)
+        _, expected[seat] = short_convolution(x[kept], windows[seat], taps, bias)
     if silu:
         out = torch.nn.functional.silu(out)
 
-    found = convolve(x, windows, taps, bias, runs_of(*STEPS[step][:2], SEATS, DEVICE,
-                     STEPS[step][2]), silu=silu)  # fmt: skip
+    found = convolve(x, windows, taps, bias, runs_in(step), silu=silu)
 
     assert error(found, out) < 1e-5
     assert torch.equal(windows, expected)
@@ -87,7 +99,7 @@ def test_convolutions_go_on_from_their_windows(
 @STEP
 @pytest.mark.parametrize("shape", [DeltaShape(2, 4, 16, 24), DeltaShape(1, 2, 24, 16)])
 def test_the_delta_rule_goes_on_from_its_states(step: str, shape: DeltaShape) -> None:
-    """What is read and every state, whatever the cut into chunks."""
+    """What is read and every state, whatever the cut into chunks; before the drafts."""
     heads, keys, rows = shape.heads, shape.key_heads * shape.key_dim, rows_of(step)
     states = memory(heads, shape.key_dim, shape.value_dim)
     projected = rand(rows, 2 * keys + heads * (shape.value_dim + 2))
@@ -97,11 +109,14 @@ def test_the_delta_rule_goes_on_from_its_states(step: str, shape: DeltaShape) ->
     rate, bias = rand(heads, seed=1).exp() * 0.1, rand(heads, seed=2)
     given = delta_inputs(mixed.double(), beta, decay, rate, bias, keys, shape.key_dim)
     expected, out = states.double(), torch.zeros(rows, heads, shape.value_dim, device=DEVICE)
-    for seat, own in parts(step):
-        q, k, v, fades, strengths = (x[own] for x in given)
-        read, expected[seat] = gated_delta(q, k, v, fades, strengths, states[seat].double())
-        out[own] = read.float()
-    runs = runs_of(*STEPS[step][:2], SEATS, DEVICE, STEPS[step][2])
+    for seat, own, drafts in parts(step):
+        for part in (slice(own.start, own.stop - drafts), own):
+            q, k, v, fades, strengths = (x[part] for x in given)
+            read, after = gated_delta(q, k, v, fades, strengths, states[seat].double())
+            out[part] = read.float()
+            if part.stop == own.stop - drafts:
+                expected[seat] = after
+    runs = runs_in(step)
 
     found = delta(mixed, beta, decay, rate, bias, states, runs, shape)
 
@@ -139,11 +154,14 @@ def test_mamba_goes_on_from_its_states(step: str, shape: MambaShape) -> None:
     rate, bias, through = rand(heads, seed=1).exp() * 0.1, rand(heads, seed=2), rand(heads, seed=3)
     given = mamba2_inputs(mixed.double(), gate, rate, bias, inner, shape.groups)
     expected, out = states.double(), torch.zeros(rows, heads, shape.head_dim, device=DEVICE)
-    for seat, own in parts(step):
-        x, fades, b, c, inputs = (one[own] for one in given)
-        read, expected[seat] = mamba2_rule(x, fades, b, c, states[seat].double())
-        out[own] = (read + inputs * through[:, None]).float()
-    runs = runs_of(*STEPS[step][:2], SEATS, DEVICE, STEPS[step][2])
+    for seat, own, drafts in parts(step):
+        for part in (slice(own.start, own.stop - drafts), own):
+            x, fades, b, c, inputs = (one[part] for one in given)
+            read, after = mamba2_rule(x, fades, b, c, states[seat].double())
+            out[part] = (read + inputs * through[:, None]).float()
+            if part.stop == own.stop - drafts:
+                expected[seat] = after
+    runs = runs_in(step)
 
     found = mamba2(mixed, gate, rate, bias, through, states, runs, shape)
 
