@@ -207,6 +207,7 @@ def _awq(given: dict[str, Any]) -> Quantisation:
 def _gptq(given: dict[str, Any]) -> Quantisation:
     _expect(given, "bits", 4)
     _expect(given, "desc_act", None, False)
+    _expect(given, "dynamic", None, {})  # other bits for some of the layers
     form = _expect(given, "checkpoint_format", None, "gptq", "gptq_v2")
     layout: Packing = "gptq_v2" if form == "gptq_v2" else "gptq"
     return Quantisation(layout, _group(given), has_zeros=True)
@@ -217,6 +218,8 @@ def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
     schemes = {str(scheme.get("weights")): scheme for scheme in given["config_groups"].values()}
     if len(schemes) != 1:
         raise _refused("config_groups of unlike weights", sorted(given["config_groups"]))
+    _expect(given, "transform_config", None, {})  # rows that are rotated before they are multiplied
+    _expect(given.get("sparsity_config") or {}, "format", None, "dense")
     (scheme,) = schemes.values()
     weights = scheme["weights"]
     form = scheme.get("format") or given.get("format")

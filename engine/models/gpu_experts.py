@@ -13,7 +13,7 @@ from kernels.gpu import experts
 from kernels.gpu.experts import ExpertMatrix
 from kernels.gpu.products import Fp8, Fp8Rows, fp8_of, round_rows
 from kernels.reference_experts import ExpertActivation, Routing
-from kernels.reference_weights import Packed, Weight, panels
+from kernels.reference_weights import Packed, Weight, as_dense, panels
 
 ROUTER_ROWS = 8
 """A router's matrix is padded to a multiple of so many rows."""
@@ -76,16 +76,17 @@ def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
 
 
 def _in_turns(gate: Weight, up: Weight) -> Weight:
-    """Return stacks [E, I, K] as one [E, 2I, K] with alternating rows."""
+    """Return stacks [E, I, K] as one [E, 2I, K] with alternating rows; those of unlike kinds, such
+    as one of MXFP4 beside one whose scales the kernels do not hold, unpacked."""
 
     def turns(*parts: torch.Tensor) -> torch.Tensor:
         return torch.stack(parts, 2).flatten(1, 2)
 
-    if isinstance(gate, Packed) and isinstance(up, Packed):
-        return gate.with_parts(*map(turns, gate.parts, up.parts))
-    assert isinstance(gate, torch.Tensor), "gate and up are of unlike kinds"
-    assert isinstance(up, torch.Tensor), "gate and up are of unlike kinds"
-    return turns(gate, up)
+    packed = [w for w in (gate, up) if isinstance(w, Packed)]
+    if len(packed) == 2 and len({(w.kind, w.group) for w in packed}) == 1:
+        return packed[0].with_parts(*map(turns, packed[0].parts, packed[1].parts))
+    dtype = next((w.dtype for w in (gate, up) if isinstance(w, torch.Tensor)), torch.bfloat16)
+    return turns(as_dense(gate, dtype), as_dense(up, dtype))
 
 
 def _matrix(weights: Weight, bias: torch.Tensor | None) -> ExpertMatrix:

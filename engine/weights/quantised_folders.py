@@ -59,6 +59,8 @@ class PackedReader:
         if form is None or quantisation is None or not ending:
             if form is None or not name.endswith(_IGNORED):
                 yield name, tensor
+            elif name.endswith("g_idx") and bool((tensor.diff() < 0).any()):
+                raise ModelError("corrupt", f"{name}: its columns are reordered by their groups")
             return
         if ending == "weight" and tensor.dtype.itemsize > 1:  # one that is left as it was
             yield name, tensor
@@ -73,14 +75,14 @@ class PackedReader:
             packed = form.read(parts, quantisation)
         except (RuntimeError, KeyError, ValueError) as error:
             shapes = {part: tuple(one.shape) for part, one in parts.items()}
-            told = f"{stem}: its parts do not fit each other: {shapes}: {error}."
+            told = f"{stem[:-1]}: its parts do not fit each other: {shapes}: {error}."
             raise ModelError("corrupt", told) from error
         yield f"{stem}{form.name}", packed
 
     def check(self) -> None:
         """Raise ModelError `corrupt` if a weight lacks a part."""
         for stem, parts in self._waiting.items():
-            told = f"{stem}: it has {', '.join(parts)}, and the rest of its parts is missing"
+            told = f"{stem[:-1]}: it has {', '.join(parts)}, and the rest of its parts is missing"
             raise ModelError("corrupt", told)
 
 

@@ -29,12 +29,14 @@ WEIGHT_BYTES = 2
 """Bytes of a weight on a device: bf16."""
 INT4_BYTES = 5 / 8
 """Bytes of a packed weight of 4 bits on a device, with its part of a scale and a shift."""
+MXFP4_BYTES = 17 / 32
+"""Bytes of a weight in MXFP4, with its part of a scale."""
 
 _PACKED_LAYOUTS = ("fp8", "mxfp4", "mxfp4_rows")
 _PACKED_MATRICES = ("awq", "gptq", "gptq_v2", "packed_rows")
 """Layouts whose matrices stay packed, and experts do not."""
-_GGUF_INT4 = (2, 3, 12)
-"""Types of tensors: Q4_0, Q4_1, Q4_K."""
+_GGUF_INT4, _GGUF_MXFP4 = (2, 3, 12), 39
+"""Types of tensors: Q4_0, Q4_1, Q4_K; MXFP4."""
 
 Ask = Callable[[Sequence[str]], str]
 """Runs a command and returns its standard output; raises OSError or SubprocessError."""
@@ -101,8 +103,9 @@ def device_weights_mib(card: ModelCard, kind: WeightsKind, file_mib: int) -> int
     """Return the memory of a prepared model's weights on a device, about. `kind`: its engine's
     setting. Reads the header of a GGUF file.
 
-    Two bytes each, but where the kernels take packed ones: a folder takes the size of its files,
-    each matrix of 4 bits in a GGUF file `INT4_BYTES`, and one rounded to fp8 a byte.
+    Two bytes each, but where the kernels take packed ones: a folder takes the size of its files, of
+    a GGUF file each matrix of 4 bits `INT4_BYTES` a weight and experts in MXFP4 `MXFP4_BYTES`, and
+    one rounded to fp8 a byte.
     """
     weights = weights_of(card.config)
     if kind == "bf16" or card.config.recurrent_layers:
@@ -113,19 +116,26 @@ def device_weights_mib(card: ModelCard, kind: WeightsKind, file_mib: int) -> int
     if kind == "fp8":
         dense = card.config.vocab * card.config.hidden * (1 if card.config.tie_embeddings else 2)
         return (weights + dense) // 2**20
-    packed = 0 if layout else _int4_weights(Path(card.source))
-    return int((weights - packed) * WEIGHT_BYTES + packed * INT4_BYTES) // 2**20
+    packed, packed_bytes = (0, 0.0) if layout else _packed_of(Path(card.source))
+    return int((weights - packed) * WEIGHT_BYTES + packed_bytes) // 2**20
 
 
-def _int4_weights(source: Path) -> int:
-    """Return how many weights of a GGUF file stay packed; 0 for a folder."""
+def _packed_of(source: Path) -> tuple[int, float]:
+    """Return how many weights of a GGUF file stay packed, and their bytes; none of a folder."""
     if not source.is_file():
-        return 0
-    return sum(
+        return 0, 0.0
+    tensors = read_header(source).tensors
+    int4 = sum(
         math.prod(one.shape)
-        for one in read_header(source).tensors
+        for one in tensors
         if one.type_id in _GGUF_INT4 and len(one.shape) == 2 and one.name != "token_embd.weight"
     )
+    mxfp4 = sum(
+        math.prod(one.shape)
+        for one in tensors
+        if one.type_id == _GGUF_MXFP4 and len(one.shape) == 3
+    )
+    return int4 + mxfp4, int4 * INT4_BYTES + mxfp4 * MXFP4_BYTES
 
 
 def runs_on_device(engine: EngineConfig) -> bool:

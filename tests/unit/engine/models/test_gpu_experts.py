@@ -81,6 +81,22 @@ def test_kernels_compute_what_torch_does(kind: str, packing: str) -> None:
     assert distance(found, expected) <= (6e-2 if packing == "fp8" else ERROR_MAX)
 
 
+@pytest.mark.parametrize("packed", ["gate_proj", "up_proj"])
+def test_stacks_of_unlike_kinds_are_computed(packed: str) -> None:
+    """MXFP4 whose scales are beyond what the kernels hold is unpacked, a stack at a time."""
+    config = config_of(KINDS["gpt-oss"])
+    weights: dict[str, Weight] = {**weights_of(config)}
+    name = f"model.layers.0.mlp.experts.{packed}.weight"
+    one = weights[name]
+    assert isinstance(one, torch.Tensor)
+    weights[name] = to_mxfp4(one)
+    x = rows(config, 7, 1)
+
+    found = experts_of(config, weights, GpuOps())(x)
+
+    assert distance(found, experts_of(config, weights, TorchOps())(x)) <= ERROR_MAX
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a CUDA device")
 def test_one_graph_computes_every_choice_of_experts() -> None:

@@ -202,6 +202,15 @@ def test_one_weight_at_a_time_is_unpacked(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown method": ({"quant_method": "quip"}, "quant_method: 'quip'"),
     "reordered columns": ({**GPTQ, "desc_act": True}, "desc_act: True"),
+    "other bits for some layers": ({**GPTQ, "dynamic": {"+:.*mlp.*": {"bits": 8}}}, "dynamic"),
+    "rotated rows": (
+        {**compressed("pack-quantized"), "transform_config": {"config_groups": {"R1": {}}}},
+        "transform_config",
+    ),
+    "sparse weights": (
+        {**compressed("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparse-24-bitmask",
+    ),
     "three bits": ({**GPTQ, "bits": 3}, "bits: 3"),
     "other blocks": ({**BLOCKS, "weight_block_size": [64, 64]}, "weight_block_size"),
     "another AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
@@ -254,6 +263,20 @@ def test_parts_that_do_not_fit_are_refused(part: str, change: Any, tmp_path: Pat
     save_file(stored, file)
 
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj") as caught:
+        load_weights(prepare("tiny", source, tmp_path), torch.float32)
+
+    assert caught.value.code == "corrupt"
+
+
+def test_reordered_columns_of_a_file_are_refused(tmp_path: Path) -> None:
+    """Whatever its settings say: read in order they would be other weights."""
+    source, _ = folder_of(tmp_path / "m", *FORMATS["GPTQ"])
+    file = source / "model.safetensors"
+    stored = load_file(file)
+    name = "model.layers.0.mlp.down_proj.g_idx"
+    save_file({**stored, name: stored[name].flip(0)}, file)
+
+    with pytest.raises(ModelError, match=r"down_proj\.g_idx") as caught:
         load_weights(prepare("tiny", source, tmp_path), torch.float32)
 
     assert caught.value.code == "corrupt"

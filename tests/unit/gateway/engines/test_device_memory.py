@@ -6,8 +6,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from msgspec.structs import replace
 
 from engine.config import WeightsKind
@@ -89,3 +90,21 @@ def test_matrices_of_four_bits_in_a_gguf_file_stay_packed(tmp_path: Path) -> Non
 
     assert mib["Q8_0"] == dense
     assert mib["Q4_0"] == pytest.approx(dense * 5 / 16, abs=1)
+
+
+def test_experts_in_mxfp4_of_a_gguf_file_stay_packed(tmp_path: Path) -> None:
+    """Else a plan for gpt-oss-20b would have 42 GB where 14 are taken."""
+    shape = replace(tiny_config(heads=16, head_dim=64, layers=1), moe=Moe(8, 2, 1_024))
+    experts = 8 * 1_024 * shape.hidden
+    path, kind = tmp_path / "m.gguf", GGMLQuantizationType.MXFP4
+    writer = GGUFWriter(path, "gpt-oss")
+    codes = np.zeros((8, 1_024, shape.hidden // 32 * 17), np.uint8)
+    writer.add_tensor("blk.0.ffn_up_exps.weight", codes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    card = replace(prepared(tmp_path), config=shape, source=str(path))
+
+    saved = (weights_of(shape) * 2 - experts * (2 - 17 / 32)) / 2**20
+    assert device_weights_mib(card, "auto", 1) == pytest.approx(saved, abs=1)
