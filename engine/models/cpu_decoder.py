@@ -23,7 +23,7 @@ from engine.models.layers import TensorSource
 from engine.models.packing import Packer
 from engine.models.recurrent_blocks import DELTA_PARTS
 from engine.states.cpu_states import CpuStates
-from engine.weights import Weights
+from engine.weights import Weights, give_back_freed
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
 from kernels.reference_weights import Packed, as_dense
@@ -210,12 +210,11 @@ class CpuDecoder:
             name: (self._packer.keep(cos), self._packer.keep(sin))
             for name, (cos, sin) in rope_tables(config, context).items()
         }
-        return (cpu.CLayer * len(config.layers))(
-            *(
-                self._layer(weights, index, tables[layer.rope], places[index])
-                for index, layer in enumerate(config.layers)
-            )
-        )
+        packed = (cpu.CLayer * len(config.layers))()
+        for index, layer in enumerate(config.layers):
+            packed[index] = self._layer(weights, index, tables[layer.rope], places[index])
+            give_back_freed()  # else a second copy of all layers stays
+        return packed
 
     def _layer(
         self, weights: Weights, index: int, table: tuple[int, int], place: tuple[int, int]

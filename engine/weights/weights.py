@@ -30,6 +30,7 @@ from engine.model_store import Architecture, ModelCard
 from engine.model_store.families import FAMILIES
 from engine.model_store.gguf_header import TensorInfo, gguf_shards, read_header
 from engine.model_store.tensors import FOLDER_NAMES, GGUF_NAMES, expected_shapes
+from engine.weights.freed_memory import give_back_freed
 from engine.weights.gguf_blocks import PACKED_BLOCKS
 from engine.weights.quantised_folders import PackedReader
 from engine.weights.renaming import Pieces, TensorReader
@@ -153,6 +154,7 @@ def _pieces(card: ModelCard, dtype: torch.dtype, device: torch.device) -> Pieces
         _check({name: tuple(one.shape) for name, one in tensors.items()}, card.config)
         _save(cached, tensors)
         del tensors
+        give_back_freed()
     yield from _joined(_read_safetensors(cached))
 
 
