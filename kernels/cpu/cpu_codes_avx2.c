@@ -141,6 +141,9 @@ INLINE void few_rows(const int packing, const int rows, const int panels, const 
     for (int g = 0; g < groups; g++, a += pairs, factors += 2, b += group_words(packing)) {
         __m256i acc[8];
         const uint32_t *codes = b + PANEL, *x = a;
+        /* Behind a panel's end come panels that are read beside it, then those that are read next. */
+        const size_t left = panel - (size_t)g * group_words(packing);
+        const size_t ahead = AHEAD_WORDS + (left > AHEAD_WORDS ? 0 : (size_t)(panels - 1) * panel);
 #pragma GCC unroll 8
         for (int i = 0; i < rows * vecs; i++) acc[i] = _mm256_setzero_si256();
         if (packing == INT4) {
@@ -150,7 +153,7 @@ INLINE void few_rows(const int packing, const int rows, const int panels, const 
                 for (int v = 0; v < vecs; v++) {
                     const uint32_t *from = codes + v / 2 * panel + v % 2 * 8;
                     const __m256i w = words_at(from);
-                    if (v % 2 == 0) _mm_prefetch((const char *)(from + AHEAD_WORDS), _MM_HINT_T1);
+                    if (v % 2 == 0) _mm_prefetch((const char *)(from + ahead), _MM_HINT_T1);
 #pragma GCC unroll 4
                     for (int i = 0; i < 4; i++) {
                         const __m256i line = line_of_nibbles(w, i);
@@ -169,7 +172,7 @@ INLINE void few_rows(const int packing, const int rows, const int panels, const 
                     const uint32_t *from = codes + v / 2 * panel + v % 2 * 4;
                     const __m256i line = line_of_bytes(from);
                     if (v % 2 == 0 && p % 2 == 0)
-                        _mm_prefetch((const char *)(from + AHEAD_WORDS), _MM_HINT_T1);
+                        _mm_prefetch((const char *)(from + ahead), _MM_HINT_T1);
 #pragma GCC unroll 4
                     for (int r = 0; r < rows; r++) {
                         add_products(acc + r * vecs + v, line, pair_of(x + r * lda));
