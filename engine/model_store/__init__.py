@@ -10,7 +10,7 @@ from engine.model_store.catalogue import (
     resolve,
     size_mib,
 )
-from engine.model_store.prepare import prepare
+from engine.model_store.prepare import prepare, read_model
 from engine.model_store.tensors import expected_shapes
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "load_card",
     "prepare",
     "pull",
+    "read_model",
     "resolve",
     "size_mib",
 ]

@@ -80,12 +80,7 @@ def _prepare(
             found = None  # of another version, or damaged: make it again
         if found is not None and found.name == name:
             return found if found.source == str(source) else _moved(found, source, folder)
-    parts = read_gguf(source) if source.is_file() else read_folder(source)
-    _check(parts, source)
-    try:
-        check_template(parts.template)
-    except ValueError as error:
-        raise ModelError("unsupported", f"{source}: {_one_line(error)}") from error
+    parts = read_model(source, check_template)
     folder.mkdir(parents=True, exist_ok=True)
     identity = f"{digest}|{IDENTITY_VERSION}|{parts.tokenizer}|{parts.template}"
     card = ModelCard(
@@ -107,6 +102,20 @@ def _prepare(
     write_atomically(folder / "chat_template.jinja", parts.template.encode())
     _write_card(card, folder)  # last: a folder with a card is complete
     return card
+
+
+def read_model(source: Path, check_template: Callable[[str], None]) -> ModelParts:
+    """Return what a model's files say, but its weights; see `prepare`. Writes nothing; costs making
+    the tokenizer. Raises ModelError: corrupt or unsupported.
+    """
+    _check_files(source)
+    parts = read_gguf(source) if source.is_file() else read_folder(source)
+    _check(parts, source)
+    try:
+        check_template(parts.template)
+    except ValueError as error:
+        raise ModelError("unsupported", f"{source}: {_one_line(error)}") from error
+    return parts
 
 
 def _moved(card: ModelCard, source: Path, folder: Path) -> ModelCard:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, ModelCard, prepare, pull, resolve
+from engine.model_store import CATALOGUE, ModelCard, prepare, pull, read_model, resolve
 from engine.model_store.gguf_header import shard_stem
 from gateway.config import ConfigError
 from gateway.levels.model_cost import find_card
@@ -42,6 +42,15 @@ def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> Mod
         raise ConfigError(message)
     source = found_model(name, models, say, progress)
     return prepare(short_name(name, source), source, models, _check_template)
+
+
+def check_model(name: str, models: Path) -> Path:
+    """Return the file or folder of a model that is here. One that is not prepared is read, as far
+    as a start would before it loads weights: seconds. Raises ModelError."""
+    source = resolve(name, models)
+    if find_card(name, models) is None:
+        read_model(source, _check_template)
+    return source
 
 
 def prepare_draft_model(

@@ -37,6 +37,7 @@ from gateway.config import Config, ConfigError, parse_address
 from gateway.config.config_file import PLACES
 from gateway.engines.device_memory import DevicePlan, lacking_device
 from gateway.engines.memory import MemoryPlan, plan_device_memories, plan_memory
+from gateway.engines.model_files import check_model
 from gateway.http.authentication import allowed_hosts
 from gateway.http.descriptors import (
     DESCRIPTORS_KEPT,
@@ -264,11 +265,14 @@ def _model(config: Config) -> list[Check]:
 
 
 def _one_model(config: Config, name: str, source: str) -> Check:
-    """Check that a model is here, or can be fetched. `name`: of one of several models."""
+    """Check that a model is here and one that runs, or can be fetched. `name`: of one of several
+    models."""
     what = f"model {name}" if name else "model"
     try:
-        return Check(what, True, str(resolve(source, config.models_dir)))
+        return Check(what, True, str(check_model(source, config.models_dir)))
     except ModelError as error:
+        if error.code != "not_found":
+            return Check(what, False, error.message, "choose a model that docs/models.md lists")
         if source in CATALOGUE:
             return Check(what, True, f"{source}, fetched at the first start")
         setting = "the model's path" if name else "model.name"

@@ -192,6 +192,23 @@ def test_memory_is_the_containers_if_that_is_less(
     assert available_memory_mib(tmp_path / "none", tmp_path) is None
 
 
+def test_a_model_that_a_start_would_refuse_is_told_before_it(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the words of the start, which prepares it; nothing is written for it here."""
+    folder = config.parent / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "rwkv"}')
+    (folder / "tokenizer.json").write_text("{}")
+    config.write_text(config.read_text() + f'[model]\nname = "{folder}"\n')
+    found = checks(capsys)["model"]
+
+    assert not found["ok"]
+    assert "rwkv" in found["found"]
+    assert "docs/models.md" in found["fix"]
+    assert not (config.parent / "data").exists()
+
+
 def test_each_of_several_models_is_checked(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
