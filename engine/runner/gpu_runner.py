@@ -320,7 +320,7 @@ class GpuRunner:
     def _time_step(self, tokens: int) -> float:
         """Return the seconds of a step of a sequence's first tokens, all but one of them drafts;
         with recurrent states, of several sequences."""
-        longest = tokens if self.states is None else FEW // 2
+        longest = tokens if self.states is None else FEW
         counts = {-1 - at: min(longest, tokens - at) for at in range(0, tokens, longest)}
         table = [0] * -(-longest // self.block_size)
         rows = tuple(

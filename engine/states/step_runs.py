@@ -23,16 +23,15 @@ RUN_SECTIONS = 7
 def fill_runs(sections: Int32, counts: Int32, drafts: Int32) -> None:
     """Write the lists of a step whose sequences have so many rows each [R], the last of them drafts
     [R], to `sections` [RUN_SECTIONS, width]. O(width)."""
-    assert not ((counts > FEW) & (drafts > 0)).any(), "chunks leave a state at their end"
     firsts, run_firsts, run_counts, run_kept, run_chunks, chunk_firsts, chunk_counts = sections
     runs, total = len(counts), int(counts.sum())
     starts = np.cumsum(counts, dtype=np.int32) - counts
     firsts[:total] = np.repeat(starts, counts)
     run_firsts[:runs], run_counts[:runs], run_counts[runs:] = starts, counts, 0
     run_kept[:runs], run_kept[runs:] = counts - drafts, 0
-    chunks = np.where(counts > FEW, -(-counts // CHUNK), 0)
+    chunks = np.where((counts > FEW) & (drafts == 0), -(-counts // CHUNK), 0)
     before = np.cumsum(chunks) - chunks
-    run_chunks[:runs] = before
+    run_chunks[:runs], run_chunks[runs:] = np.where(chunks, before, -1), -1
     run_of = np.repeat(np.arange(runs), chunks)
     offset = (np.arange(len(run_of)) - before[run_of]) * CHUNK
     chunk_firsts[: len(run_of)] = starts[run_of] + offset

@@ -107,7 +107,7 @@ def convolve(
         HAS_BIAS=bias is not None, SILU=silu, LISTED=is_listed, num_warps=WARPS,
     )  # fmt: skip
     if is_listed:
-        firsts, _, kept = runs.lists
+        firsts, _, kept, _ = runs.lists
         _keep_windows[(len(kept), columns)](
             x, windows, runs.seats, firsts, kept, x.stride(0), windows.stride(0),
             C=channels, W=width, BC=COLUMNS, num_warps=2,

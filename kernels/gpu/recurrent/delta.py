@@ -1,6 +1,6 @@
 """The gated delta rule over the rows of a step: `kernels.reference_delta`.
 
-A run of a few rows is one read and one write of its states. A longer run is cut into chunks: their
+A run of a few rows is one read and one write of its states. A longer one is cut into chunks: their
 triangular systems are solved side by side, then each head follows its chunks with the state in
 registers. Shapes: T rows, KH key heads of D channels, H value heads of V, N chunks.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.products import MULTIPROCESSORS
-from kernels.gpu.recurrent.step import CHUNK, FEW, PRECISION, StepRuns, sigmoid, softplus
+from kernels.gpu.recurrent.step import CHUNK, PRECISION, StepRuns, sigmoid, softplus
 
 TOKEN_COLUMNS, TOKEN_WARPS = 64, 4
 """Value channels of a program, and its warps, in a run of a few rows."""
@@ -48,18 +48,18 @@ def _unit(x, axis: tl.constexpr):
 @triton.jit
 def _few(
     mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, state_ptr, out_ptr, seats_ptr, run_firsts,
-    run_counts, run_kept, seats_max, scale, mixed_stride, gate_stride, state_stride,
+    run_counts, run_kept, run_chunks, seats_max, scale, mixed_stride, gate_stride, state_stride,
     KH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
-    BV: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
+    BV: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """One run of up to FEW rows and value head a program, BV of its channels.
+    """One run without chunks and value head a program, BV of its channels.
     Grid: (runs, H, V / BV)."""
     first = tl.program_id(0)
     count = 1
     kept = 1
     if LISTED:
         count = tl.load(run_counts + first)
-        if (count == 0) | (count > FEW):
+        if (count == 0) | (tl.load(run_chunks + first) >= 0):
             return
         kept = tl.load(run_kept + first)
         first = tl.load(run_firsts + first)
@@ -241,7 +241,7 @@ def _follow(
     w_ptr, u_ptr, q_ptr, k_ptr, own_ptr, fade_ptr, state_ptr, out_ptr, seats_ptr, run_firsts,
     run_counts, run_chunks, runs, state_stride,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, FEW: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Follow the chunks of runs, one value head, BV channels. Grid: (H, V / BV, runs at once)."""
     head = tl.program_id(0)
@@ -254,13 +254,13 @@ def _follow(
     columns = t[:, None] * VP + v[None, :]
     square = t[:, None] * C + t[None, :]
     for run in range(tl.program_id(2), runs, tl.num_programs(2)):
-        count = tl.load(run_counts + run)
-        if count > FEW:
+        count, chunk = tl.load(run_counts + run), tl.load(run_chunks + run)
+        if (count > 0) & (chunk >= 0):
             first = tl.load(run_firsts + run).to(tl.int64)
             seat = tl.load(seats_ptr + first).to(tl.int64)
             place = state_ptr + seat * state_stride + head * (D * V) + d[:, None] * V + v[None, :]
             state = tl.load(place, mask=live, other=0.0)
-            base = tl.load(run_chunks + run).to(tl.int64) * H + head
+            base = chunk.to(tl.int64) * H + head
             for start in range(0, count, C):
                 w = tl.load(w_ptr + base * C * DP + wide)
                 q = tl.load(q_ptr + base * C * DP + wide)
@@ -291,8 +291,8 @@ def delta(
 
     mixed [T, 2 * KH * D + H * V], beta, decay [T, H] of one row stride, rate, dt_bias [H] fp32: as
     `kernels.reference_delta.delta_inputs` takes them. states [seats, H, D, V] fp32, written. Runs
-    of more than `FEW` rows multiply in mixed's dtype, with sums in fp32; their scratch takes 88 KB
-    a chunk and head of 128 channels in bf16. `columns`, `warps`: of a program in a shorter run.
+    with chunks multiply in mixed's dtype, with sums in fp32; their scratch takes 88 KB a chunk and
+    head of 128 channels in bf16. `columns`, `warps`: of a program of a run without.
     """
     key_heads, heads, key_dim, value_dim = shape
     assert beta.stride(0) == decay.stride(0), "both are columns of one matrix"
@@ -300,17 +300,16 @@ def delta(
     # Padding rows of a step with prompts are in no run, and what they read is zero.
     made = mixed.new_zeros if is_listed else mixed.new_empty
     out = made(len(mixed), heads, value_dim)
-    firsts, counts, kept = runs.lists
+    firsts, counts, kept, chunks = runs.lists
     padded, scale = triton.next_power_of_2(max(16, key_dim)), key_dim**-0.5
     width = triton.next_power_of_2(max(16, value_dim))
     sizes = {"H": heads, "D": key_dim, "DP": padded, "V": value_dim}
     columns = min(columns, width)
     _few[(len(counts), heads, triton.cdiv(value_dim, columns))](
-        mixed, beta, decay, rate, dt_bias, states, out, runs.seats, firsts, counts, kept,
+        mixed, beta, decay, rate, dt_bias, states, out, runs.seats, firsts, counts, kept, chunks,
         runs.seats_max, scale, mixed.stride(0), beta.stride(0), states.stride(0),
-        KH=key_heads, BV=columns, LISTED=is_listed, FEW=FEW, **sizes, num_warps=warps,
+        KH=key_heads, BV=columns, LISTED=is_listed, **sizes, num_warps=warps,
     )  # fmt: skip
-    chunks = runs.run_chunks
     if runs.chunk_firsts is None or runs.chunk_counts is None or not len(runs.chunk_firsts):
         return out
     count = len(runs.chunk_firsts)
@@ -335,7 +334,6 @@ def delta(
     at_once = min(len(counts), -(-MULTIPROCESSORS // (programs[0] * programs[1])))
     _follow[(*programs, at_once)](
         w, u, q, k, own, fade, states, out, runs.seats, firsts, counts, chunks, len(counts),
-        states.stride(0), VP=width, BV=columns, C=CHUNK, FEW=FEW, **sizes, num_warps=4,
-        num_stages=2,
+        states.stride(0), VP=width, BV=columns, C=CHUNK, **sizes, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.recurrent.step import CHUNK, FEW, PRECISION, StepRuns, softplus
+from kernels.gpu.recurrent.step import CHUNK, PRECISION, StepRuns, softplus
 
 CHANNELS = 32
 """Channels of a head in a program."""
@@ -30,17 +30,17 @@ class MambaShape(NamedTuple):
 @triton.jit
 def _few(
     mixed_ptr, step_ptr, rate_ptr, bias_ptr, through_ptr, state_ptr, out_ptr, seats_ptr,
-    run_firsts, run_counts, run_kept, seats_max, mixed_stride, step_stride, state_stride,
-    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
-    BP: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
+    run_firsts, run_counts, run_kept, run_chunks, seats_max, mixed_stride, step_stride,
+    state_stride, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    G: tl.constexpr, BP: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """One run of up to FEW rows and head a program, BP of its channels. Grid: (runs, H, P / BP)."""
+    """One run without chunks and head a program, BP of its channels. Grid: (runs, H, P / BP)."""
     first = tl.program_id(0)
     count = 1
     kept = 1
     if LISTED:
         count = tl.load(run_counts + first)
-        if (count == 0) | (count > FEW):
+        if (count == 0) | (tl.load(run_chunks + first) >= 0):
             return
         kept = tl.load(run_kept + first)
         first = tl.load(run_firsts + first)
@@ -96,14 +96,14 @@ def _row(
 @triton.jit
 def _follow(
     mixed_ptr, step_ptr, rate_ptr, bias_ptr, through_ptr, state_ptr, out_ptr, seats_ptr,
-    run_firsts, run_counts, mixed_stride, step_stride, state_stride,
+    run_firsts, run_counts, run_chunks, mixed_stride, step_stride, state_stride,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
-    BP: tl.constexpr, C: tl.constexpr, FEW: tl.constexpr,
+    BP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Follow the chunks of a run, one head, BP channels. Grid: (runs, H, P / BP)."""
     run = tl.program_id(0)
     count = tl.load(run_counts + run)
-    if count <= FEW:
+    if (count == 0) | (tl.load(run_chunks + run) < 0):
         return
     head = tl.program_id(1)
     kind = mixed_ptr.dtype.element_ty
@@ -153,13 +153,13 @@ def mamba2(
 
     mixed [T, H * P + 2 * G * N], step [T, H] of any row stride, rate, dt_bias [H] fp32: as
     `kernels.reference_mamba2.mamba2_inputs` takes them. states [seats, H, P, N] fp32, written. Runs
-    of more than `FEW` rows multiply in mixed's dtype, with sums in fp32.
+    with chunks multiply in mixed's dtype, with sums in fp32.
     """
     heads, head_dim, state_dim, groups = shape
     is_listed = runs.firsts is not None
     made = mixed.new_zeros if is_listed else mixed.new_empty
     out = made(len(mixed), heads, head_dim)
-    firsts, counts, kept = runs.lists
+    firsts, counts, kept, chunks = runs.lists
     channels = min(CHANNELS, triton.next_power_of_2(max(16, head_dim)))
     sizes = {
         "H": heads, "P": head_dim, "N": state_dim, "G": groups, "BP": channels,
@@ -168,10 +168,11 @@ def mamba2(
     grid = (len(counts), heads, triton.cdiv(head_dim, channels))
     given = mixed, step, rate, dt_bias, through, states, out, runs.seats, firsts, counts
     strides = mixed.stride(0), step.stride(0), states.stride(0)
-    sizes["FEW"] = FEW
-    _few[grid](*given, kept, runs.seats_max, *strides, LISTED=is_listed, **sizes, num_warps=4)
-    if is_listed and len(mixed) > FEW:
+    _few[grid](
+        *given, kept, chunks, runs.seats_max, *strides, LISTED=is_listed, **sizes, num_warps=4
+    )
+    if runs.chunk_firsts is not None and len(runs.chunk_firsts):
         # 8 warps read beyond their shared memory at 16 states in fp32 (Triton 3.6).
         warps = 8 if state_dim >= 128 else 4
-        _follow[grid](*given, *strides, C=CHUNK, **sizes, num_warps=warps, num_stages=2)
+        _follow[grid](*given, chunks, *strides, C=CHUNK, **sizes, num_warps=warps, num_stages=2)
     return out

@@ -15,9 +15,9 @@ import triton.language as tl
 
 CHUNK = 64
 """Tokens of a chunk of a prompt."""
-FEW = 32
-"""Up to so many rows of a run are followed one by one, with its state in registers: a decoding row,
-and a row with drafts, whose state is left before them."""
+FEW = 8
+"""Up to so many rows of a run are followed one by one, with its state in registers, and all rows of
+one with drafts, whose state is left before them. Others are cut into chunks."""
 PRECISION = tl.constexpr("tf32x3")
 """Of products of fp32, each made of three in tf32: in fp32 itself the matrix units have none."""
 
@@ -39,26 +39,25 @@ class StepRuns(NamedTuple):
     run_counts: torch.Tensor | None = None
     """[R]: rows of each run."""
     run_kept: torch.Tensor | None = None
-    """[R]: the rows of each run after which its state is left: all, but in runs of up to `FEW` rows
-    those before its drafts."""
+    """[R]: the rows of each run after which its state is left: those before its drafts."""
     run_chunks: torch.Tensor | None = None
-    """[R]: the first chunk of each run of more than `FEW` rows."""
+    """[R]: the first chunk of each run; -1 of one whose rows are followed one by one."""
     chunk_firsts: torch.Tensor | None = None
     """[N]: the first row of each chunk."""
     chunk_counts: torch.Tensor | None = None
     """[N]: rows of each chunk, up to `CHUNK`."""
 
     @property
-    def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """First rows, counts and kept rows of the runs; the seats in place of each if there are no
-        lists, so that a launch has an address."""
-        if self.run_firsts is None or self.run_counts is None or self.run_kept is None:
-            return self.seats, self.seats, self.seats
-        return self.run_firsts, self.run_counts, self.run_kept
+    def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """First rows, counts, kept rows and chunks of the runs; the seats in place of each if there
+        are no lists, so that a launch has an address."""
+        lists = self.run_firsts, self.run_counts, self.run_kept, self.run_chunks
+        firsts, counts, kept, chunks = (self.seats if one is None else one for one in lists)
+        return firsts, counts, kept, chunks
 
 
 def chunks_max(rows: int, runs: int) -> int:
-    """Return the most chunks that so many rows have, in at most so many runs."""
+    """Return the most chunks that so many rows have, in at most so many runs of over `FEW`."""
     return rows // CHUNK + min(rows // (FEW + 1), runs)
 
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from kernels.gpu.recurrent import convolution, delta, mamba2, states
-from kernels.gpu.recurrent.step import CHUNK, FEW
+from kernels.gpu.recurrent.step import CHUNK
 from tests.unit.kernels.gpu.compile_for_hopper import report, source_of
 
 BF16 = ("x_ptr", "taps_ptr", "bias_ptr", "out_ptr", "mixed_ptr", "beta_ptr", "decay_ptr",
@@ -31,18 +31,18 @@ CASES: tuple[tuple[str, tuple[Any, str], dict[str, Any], int], ...] = (
       for rows in (1, convolution.ROWS)),
     ("windows", (convolution, "_keep_windows"), CONVOLUTION, 2),
     *(("delta of few rows", (delta, "_few"),
-       {**HEADS, "BV": delta.TOKEN_COLUMNS, "LISTED": listed, "FEW": FEW}, delta.TOKEN_WARPS)
+       {**HEADS, "BV": delta.TOKEN_COLUMNS, "LISTED": listed}, delta.TOKEN_WARPS)
       for listed in (False, True)),
     ("delta's systems", (delta, "_systems"),
      {k: v for k, v in {**HEADS, "C": CHUNK}.items() if k != "V"}, delta.SYSTEM_WARPS),
     ("delta's blocks", (delta, "_invert_blocks"), {"H": 32, "C": CHUNK}, 1),
     ("delta's solutions", (delta, "_solve"), {**HEADS, "VP": 128, "C": CHUNK}, delta.SOLVE_WARPS),
     ("delta of chunks", (delta, "_follow"),
-     {"VP": 128, "BV": delta.CHUNK_COLUMNS, "C": CHUNK, "FEW": FEW,
+     {"VP": 128, "BV": delta.CHUNK_COLUMNS, "C": CHUNK,
       **{k: v for k, v in HEADS.items() if k != "KH"}}, 4),
-    *(("mamba of few rows", (mamba2, "_few"), {**MAMBA, "LISTED": listed, "FEW": FEW}, 4)
+    *(("mamba of few rows", (mamba2, "_few"), {**MAMBA, "LISTED": listed}, 4)
       for listed in (False, True)),
-    ("mamba of chunks", (mamba2, "_follow"), {**MAMBA, "C": CHUNK, "FEW": FEW}, 8),
+    ("mamba of chunks", (mamba2, "_follow"), {**MAMBA, "C": CHUNK}, 8),
     ("gated norm", (states, "_gated_norm"),
      {"G": 32, "D": 128, "DP": 128, "STEP": 8, "GATE_FIRST": False}, 4),
     ("moves", (states, "_move"), {"TO_POOL": False, "STEP": states.MOVED_WORDS}, 8),

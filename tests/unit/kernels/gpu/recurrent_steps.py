@@ -25,18 +25,19 @@ def runs_of(
     if set(counts) == {1}:
         return StepRuns(there(rows), seats_max)
     own = [first for first, count in zip(firsts, counts, strict=True) for _ in range(count)]
+    kept = [c - d for c, d in zip(counts, drafts or [0] * len(counts), strict=True)]
     chunk_firsts, chunk_counts, run_chunks = list[int](), list[int](), list[int]()
-    for first, count in zip(firsts, counts, strict=True):
-        run_chunks.append(len(chunk_firsts))
-        for start in range(0, count, CHUNK) if count > FEW else ():
+    for first, count, before in zip(firsts, counts, kept, strict=True):
+        has_chunks = count > FEW and before == count
+        run_chunks.append(len(chunk_firsts) if has_chunks else -1)
+        for start in range(0, count, CHUNK) if has_chunks else ():
             chunk_firsts.append(first + start)
             chunk_counts.append(min(CHUNK, count - start))
-    kept = [c - d for c, d in zip(counts, drafts or [0] * len(counts), strict=True)]
     most = chunks_max(len(rows), len(counts) + 2)
     lists = {
         "firsts": own + [0] * padding, "run_firsts": [*firsts, 0, 0],
         "run_counts": [*counts, 0, 0], "run_kept": [*kept, 0, 0],
-        "run_chunks": [*run_chunks, 0, 0],
+        "run_chunks": [*run_chunks, -1, -1],
         "chunk_firsts": chunk_firsts + [0] * (most - len(chunk_firsts)),
         "chunk_counts": chunk_counts + [0] * (most - len(chunk_counts)),
     }  # fmt: skip

@@ -31,7 +31,8 @@ STEPS = {
     "a prompt": ([1], [70], 2, []),
     "prompts among decoding rows": ([5, 0, 3, 2], [1, 68, 2, 64], 7, []),
     "drafts": ([4, 1, 0], [5, 31, 1], 3, [3, 15, 0]),
-    "drafts beside a prompt": ([2, 5, 3], [2, 33, 4], 2, [1, 0, 1]),
+    "drafts beside prompts": ([2, 5, 3, 0], [2, 33, 12, 9], 2, [1, 0, 1, 0]),
+    "few rows": ([2, 5], [8, 2], 1, []),
 }
 """Seats, rows of each, padding rows, and how many of each seat's rows are drafts."""
 STEP = pytest.mark.parametrize("step", STEPS)
