@@ -112,8 +112,8 @@ class Page:
         return self.wait(shown)
 
     def press(self, text: str, within: str = "body") -> None:
-        """Click the button with this text."""
-        path = f"//button[normalize-space()='{text}']"
+        """Click the button with this text, once it takes clicks: the page draws after an event."""
+        path = f"//button[normalize-space()='{text}'][not(@disabled)]"
         box = self.find(within)
         self.wait(lambda _: box.find_elements(By.XPATH, f".{path}"))
         self.browser.execute_script("arguments[0].click()", box.find_element(By.XPATH, f".{path}"))
