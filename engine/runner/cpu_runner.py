@@ -46,7 +46,7 @@ from engine.runner.loaded_model import (
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import FAILURES, Sampler
 from engine.states.cpu_states import CpuStates
-from engine.states.places import blocks_of_state
+from engine.states.places import blocks_for_kv, blocks_of_state
 from engine.states.sequence_states import SequenceStates
 from engine.weights import load_packed
 
@@ -178,6 +178,7 @@ class CpuRunner:
             self._begin(begun)
         if self.states is not None:
             self.states.begin(plan)
+            self.states.clear(blocks_for_kv(plan, self.block_size))
         self.kv.copy(plan.copies)
         if not plan.rows:
             return StepResult(step=plan.step, elapsed_s=time.perf_counter() - started_s)

@@ -41,7 +41,7 @@ from engine.runner.warmup import WarmupLimits, warmup_plans
 from engine.sampling.gpu_sampler import Draws, GpuSampler
 from engine.sampling.sampler import FAILURES
 from engine.states.gpu_states import GpuStates
-from engine.states.places import blocks_of_state
+from engine.states.places import blocks_for_kv, blocks_of_state
 from engine.states.step_runs import FEW, fill_runs
 
 BUCKETS = (
@@ -367,6 +367,8 @@ class GpuRunner:
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         self._update_seats(plan)
+        for states in self._each_states():
+            states.clear(blocks_for_kv(plan, self.block_size))
         for lane in self._lanes if plan.copies else ():
             with self._crew.on(lane.number):
                 lane.kv.copy(plan.copies)
@@ -375,8 +377,6 @@ class GpuRunner:
             return _LaunchedStep(plan.step)
         members = tuple(map(_sequence_ids, rows))
         step = StepRows(rows, self._seats.of(members))
-        for states in self._each_states():
-            states.clear(self._written_from_the_start(rows))
         self._update_tables(step)
         counts, total = step.counts, step.total
         drafts = {row.sequence_id: _drafts_of(row) for row in rows if row.drafts}
@@ -447,13 +447,6 @@ class GpuRunner:
         for states in self._each_states():
             states.begin(seat for seat in begun_seats if seat not in restored)
             states.restore(restores)
-
-    def _written_from_the_start(self, rows: Sequence[Row]) -> Iterator[int]:
-        """Yield the blocks of tables in which the rows' sequences have written nothing yet."""
-        for row in rows:
-            first = -(-row.start // self.block_size)
-            for table in (row.block_ids, *row.beside):
-                yield from table[first:]
 
     def _keep_states(self, copies: Sequence[StateCopy]) -> None:
         kept = [(self._seats.seat(c.sequence_id), c.blocks) for c in copies]

@@ -5,6 +5,8 @@ Everything is fp32, the last inputs of convolutions too, so that no cut of a pro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -40,6 +42,10 @@ class CpuStates:
         self.slots = np.array(self._places.begin(plan), np.int64)
         self.firsts = np.cumsum([0, *(row.count for row in plan.rows)], dtype=np.int32)
         self.drafts = self.firsts[1:] - np.array([row.drafts for row in plan.rows], np.int32)
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """See `StatePlaces.clear`."""
+        self._places.clear(blocks)
 
     def end(self, plan: StepPlan) -> None:
         """See `StatePlaces.end`."""

@@ -7,6 +7,7 @@ sequences at once, and the copies that plans ask for.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -35,6 +36,8 @@ class StatePlaces:
         )
         self._free = list(range(SEQUENCES_AT_START))
         self._places: dict[int, int] = {}
+        self._held: set[int] = set()
+        """Blocks that a state was copied to, until they are cleared."""
 
     @property
     def places(self) -> int:
@@ -56,6 +59,15 @@ class StatePlaces:
             self._restore(copy)
         return [self._place(row.sequence_id) for row in plan.rows]
 
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Zero those of the blocks, which get KV next, that hold a state: attention reads slots
+        that it masks, and a state's bits may be no number there. Call it behind `begin`, before the
+        plan's copies. O(blocks) while any holds one."""
+        if self._held and (found := self._held.intersection(blocks)):
+            assert self._pool is not None, "a state was copied to it"
+            self._held -= found
+            self._pool[sorted(found)] = 0
+
     def end(self, plan: StepPlan) -> None:
         """Keep what the plan keeps after the rows, and give the states of rows to the sequences
         that part from them.
@@ -75,6 +87,7 @@ class StatePlaces:
         assert pool is not None, "the model keeps states"
         for block, part in zip(copy.blocks, torch.split(data, pool.shape[1]), strict=True):
             pool[block, : len(part)] = part
+        self._held.update(copy.blocks)
 
     def _restore(self, copy: StateCopy) -> None:
         """Copy states from blocks to a sequence."""
@@ -93,6 +106,17 @@ class StatePlaces:
             self._free.extend(range(count, 2 * count))
         self._places[sequence_id] = self._free.pop()
         return self._places[sequence_id]
+
+
+def blocks_for_kv(plan: StepPlan, block_size: int) -> Iterator[int]:
+    """Yield the blocks that get KV for the first time in a step: those that are copied to, and
+    those of its rows' tables in which the rows' sequences have written nothing."""
+    for copy in plan.copies:
+        yield copy.dst
+    for row in plan.rows:
+        first = -(-row.start // block_size)
+        for table in (row.block_ids, *row.beside):
+            yield from table[first:]
 
 
 def blocks_of_state(layout: StateLayout, block_bytes: int) -> int:

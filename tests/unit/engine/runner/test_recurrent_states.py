@@ -28,6 +28,7 @@ TOLERANCE = 1e-3
 """In torch: these rules and their norms enlarge what another order of sums in fp32 leaves (2e-4 was
 seen). In C every bit is the same."""
 FP32 = EngineConfig(dtype="fp32", kv_dtype="fp32", sequences_max=8)
+BF16 = EngineConfig(dtype="bf16", sequences_max=8)
 SLICES = EngineConfig(
     dtype="fp32", kv_dtype="fp32", sequences_max=8, step_tokens_max=48, prefill_chunk_tokens_max=21
 )
@@ -182,6 +183,39 @@ def test_a_shorter_run_up_is_noticed(card: ModelCard, kernels: Kernels | None) -
     _, output = side_by_side(card, 0, 200, kernels, run_up=card.config.run_up // 2)
 
     assert differs(output, alone(card, 0, kernels))
+
+
+@pytest.mark.parametrize("right", [0.7, pytest.param(None, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kernels", ["c", pytest.param("torch", marks=pytest.mark.nightly)], indirect=True
+)
+def test_a_block_that_held_a_state_is_read_as_kv_without_it(
+    card: ModelCard, kernels: Kernels | None, right: float | None
+) -> None:
+    """Half of a state's word may be no number in bf16, the type of KV by default: neither slots
+    that a sequence has not written nor those behind what was copied may have it."""
+    plain = CpuEngine(card, BF16, 400, kernels)
+    for request in requests(0):
+        plain.core.submit(replace(request, grant=CacheGrant(b"n", read=False, write=False)))
+        plain.settle()
+
+    def answer(request_id: str, index: int) -> list[int]:
+        tokens = plain.output[request_id.rpartition(" ")[2], index]
+        return [token.token_id for token in tokens]
+
+    busy = CpuEngine(card, BF16, 120, kernels)
+    if right is not None:
+        source = OracleSource(answer, right, card.config.vocab, seed=1)
+        busy.core.drafts.drafter = Drafter(FREE_DRAFTS, [source])
+    for turn in range(4):
+        for request in requests(0):
+            busy.core.submit(replace(request, request_id=f"{turn} {request.request_id}"))
+            busy.settle()
+
+    assert set(busy.endings) == {"done"}
+    assert busy.core.stats().cached_tokens_total
+    for (name, index), tokens in busy.output.items() if kernels is not None else ():
+        assert tokens == plain.output[name.rpartition(" ")[2], index]
 
 
 def test_states_of_ended_sequences_are_reused(card: ModelCard, kernels: Kernels | None) -> None:
