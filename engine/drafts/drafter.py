@@ -456,13 +456,12 @@ class Drafter:
 
     def _seconds(self, tokens: int, accepted: float) -> float:
         """Return the seconds of a step, with what its accepted drafts cost the next one."""
-        seconds = self.times.seconds(tokens)
         if not self._computes_twice:
-            return seconds
+            return self.times.seconds(tokens)
         whole, part = divmod(accepted, 1)
-        if whole:
-            seconds = self.times.seconds(tokens + int(whole))
-        return seconds + part * (self.times.seconds(tokens + int(whole) + 1) - seconds)
+        tokens += int(whole)
+        least = self.times.seconds(tokens)
+        return least + part * (self.times.seconds(tokens + 1) - least)
 
     def note(self, sequence: Sequence, draft: Draft | None, token_ids: abc.Sequence[int]) -> None:
         """Learn the tokens that a step sampled of a sequence, and how well they were drafted."""

@@ -13,6 +13,7 @@ import torch
 
 from engine.model_store import Architecture
 from engine.states.layout import StateLayout
+from engine.states.places import StateBlocks
 from kernels.gpu.recurrent.convolution import convolve
 from kernels.gpu.recurrent.delta import DeltaShape, delta
 from kernels.gpu.recurrent.mamba2 import MambaShape, mamba2
@@ -54,8 +55,7 @@ class GpuStates:
         self._inputs = {i: self.layout.inputs(self.data, i) for i in config.recurrent_layers}
         self._matrices = {i: self.layout.matrices(self.data, i) for i in config.recurrent_layers}
         self._runs: StepRuns | None = None
-        self._held: set[int] = set()
-        """Blocks that a state was copied to, until they are cleared."""
+        self._held = StateBlocks(pool)
 
     def begin(self, seats: Iterable[int]) -> None:
         """Zero the states of these seats."""
@@ -74,18 +74,11 @@ class GpuStates:
     def keep(self, copies: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Copy states to blocks: (seat, blocks) each. One launch."""
         self._move(copies, to_pool=True)
-        self._held.update(block for _, blocks in copies for block in blocks)
+        self._held.note(block for _, blocks in copies for block in blocks)
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """Zero those of the blocks, which get KV next, that hold a state: attention reads slots
-        that it masks, and a state's bits may be no number there. O(blocks)."""
-        if self._held and (found := self._held.intersection(blocks)):
-            assert self._pool is not None, "a state was copied to it"
-            self._held -= found
-            index = torch.tensor(sorted(found), dtype=torch.int64)
-            if self.data.is_cuda:
-                index = index.pin_memory().to(self.data.device, non_blocking=True)
-            self._pool.index_fill_(0, index, 0)
+        """See `StateBlocks.clear`."""
+        self._held.clear(blocks)
 
     def enter(self, runs: StepRuns) -> None:
         """Lay out the step that the layers compute next."""

@@ -18,6 +18,29 @@ from engine.states.layout import StateLayout
 SEQUENCES_AT_START = 8
 
 
+class StateBlocks:
+    """The blocks of a pool that a state was copied to, until they are cleared."""
+
+    def __init__(self, pool: torch.Tensor | None) -> None:
+        self._pool = pool
+        self._held: set[int] = set()
+
+    def note(self, blocks: Iterable[int]) -> None:
+        """Note that a state was copied to these blocks."""
+        self._held.update(blocks)
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Zero those of the blocks, which get KV next, that hold a state: attention reads slots
+        that it masks, and a state's bits may be no number there. O(blocks) while any holds one."""
+        if self._held and (found := self._held.intersection(blocks)):
+            assert self._pool is not None, "a state was copied to it"
+            self._held -= found
+            index = torch.tensor(sorted(found), dtype=torch.int64)
+            if self._pool.is_cuda:
+                index = index.pin_memory().to(self._pool.device, non_blocking=True)
+            self._pool.index_fill_(0, index, 0)
+
+
 class StatePlaces:
     """The states of all sequences that a runner knows, as bytes, which `layout` lays out.
 
@@ -36,8 +59,7 @@ class StatePlaces:
         )
         self._free = list(range(SEQUENCES_AT_START))
         self._places: dict[int, int] = {}
-        self._held: set[int] = set()
-        """Blocks that a state was copied to, until they are cleared."""
+        self._held = StateBlocks(pool)
 
     @property
     def places(self) -> int:
@@ -60,13 +82,8 @@ class StatePlaces:
         return [self._place(row.sequence_id) for row in plan.rows]
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """Zero those of the blocks, which get KV next, that hold a state: attention reads slots
-        that it masks, and a state's bits may be no number there. Call it behind `begin`, before the
-        plan's copies. O(blocks) while any holds one."""
-        if self._held and (found := self._held.intersection(blocks)):
-            assert self._pool is not None, "a state was copied to it"
-            self._held -= found
-            self._pool[sorted(found)] = 0
+        """See `StateBlocks.clear`. Call it behind `begin`, before the plan's copies."""
+        self._held.clear(blocks)
 
     def end(self, plan: StepPlan) -> None:
         """Keep what the plan keeps after the rows, and give the states of rows to the sequences
@@ -87,7 +104,7 @@ class StatePlaces:
         assert pool is not None, "the model keeps states"
         for block, part in zip(copy.blocks, torch.split(data, pool.shape[1]), strict=True):
             pool[block, : len(part)] = part
-        self._held.update(copy.blocks)
+        self._held.note(copy.blocks)
 
     def _restore(self, copy: StateCopy) -> None:
         """Copy states from blocks to a sequence."""

@@ -236,15 +236,13 @@ class Stores:
             change_tenant(store, "default", limits, by=TESTER)
 
 
-async def kill_storage(engine: KeptReplica) -> None:
-    """Kill an engine's storage, once one runs. The engine is asked for each time: one that was
-    killed just before may be known as the one that serves for a moment longer."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            found = await asyncio.to_thread(children, await engine.pid())
-            if (storage := found.get("engine.storage.process")) is not None:
-                return os.kill(storage, signal.SIGKILL)
-            await asyncio.sleep(0.05)
+def storage_of(engine: KeptReplica) -> int | None:
+    """Return the process id of the storage of the engine that serves now, once it runs: one that
+    was killed just before may be known as that for a moment longer."""
+    serving = engine.engine
+    if serving is None or serving.info is None:
+        return None
+    return children(serving.info.pid).get("engine.storage.process")
 
 
 async def kill_one(
@@ -255,7 +253,9 @@ async def kill_one(
         case "engine":
             await engine.kill()
         case "storage":
-            await kill_storage(engine)
+            await until(lambda: storage_of(engine) is not None)
+            if (storage := await asyncio.to_thread(storage_of, engine)) is not None:
+                os.kill(storage, signal.SIGKILL)
         case "postgres" | "valkey":
             server = stores.postgres if kind == "postgres" else stores.valkey
             await asyncio.to_thread(server.kill)

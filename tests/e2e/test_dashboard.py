@@ -314,7 +314,7 @@ async def test_makes_a_tenant_and_a_key_that_works(
 async def test_asks_for_the_name_before_it_destroys(
     entered: tuple[Page, AdminClient], gateway: GatewayFixture
 ) -> None:
-    """Delete is disabled but while the name is typed; an erasure shows its receipt."""
+    """Delete takes clicks only while the name is typed. An erasure shows its receipt."""
     page, admin = entered
     await asyncio.to_thread(page.open, "tenants/ada", "Erase cache")
 

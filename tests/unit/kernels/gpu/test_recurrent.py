@@ -100,7 +100,8 @@ def test_convolutions_go_on_from_their_windows(
 @STEP
 @pytest.mark.parametrize("shape", [DeltaShape(2, 4, 16, 24), DeltaShape(1, 2, 24, 16)])
 def test_the_delta_rule_goes_on_from_its_states(step: str, shape: DeltaShape) -> None:
-    """What is read and every state, whatever the cut into chunks; before the drafts."""
+    """Rows read what the rule says, whatever the cut into chunks. A run leaves its state before its
+    drafts."""
     heads, keys, rows = shape.heads, shape.key_heads * shape.key_dim, rows_of(step)
     states = memory(heads, shape.key_dim, shape.value_dim)
     projected = rand(rows, 2 * keys + heads * (shape.value_dim + 2))
